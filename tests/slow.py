@@ -145,7 +145,7 @@ BESIDE: dict[str, str] = {
         for pages in ("explanation/", "how-to/", "tutorials/", "index.md")
     },
     # The simulator itself: what it computes is compared by every test that uses it.
-    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "failures", "kernels", "waits")},
+    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "failures", "waits")},
 }
 
 

@@ -1,7 +1,5 @@
 """The example as a person runs it: learning that can be checked, and a run that is killed and resumed."""
 
-import json
-import os
 import re
 import signal
 import subprocess
@@ -14,22 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness import launches
 from tests.harness.forks import Program
 from tests.harness.places import EXAMPLES, script
 from tests.harness.ranks import run_distributed
 
 BUNDLED = "chats.jsonl"
 EXAMPLE = EXAMPLES / "minimal_sft.py"
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
-def _losses(output: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step; a step that ran again after a resumption counts as it ran last."""
-    rows = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
 
 
 SLOW = "computing in float32: bfloat16 takes several times as long on a CPU without instructions for it\n"
@@ -78,11 +67,11 @@ def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
 def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:
     output = tmp_path / "out"
     arguments = ("--output", str(output), "--micro-batch-size", "32", "--steps", "50")
-    code, text = Program(EXAMPLE, *arguments, environment=_environment()).wait(240)
+    code, text = Program(EXAMPLE, *arguments, environment=launches.environment()).wait(240)
     assert code == 0, text[-3000:]
-    losses = _losses(output)
-    assert list(losses) == list(range(1, 51))
-    assert losses[50][0] < losses[1][0] / 3
+    steps, losses, _ = zip(*launches.losses(output), strict=True)
+    assert steps == tuple(range(1, 51))
+    assert losses[-1] < losses[0] / 3
     assert len(re.findall(r"answered exactly \w+ training: \d+%", text)) == 2
     assert (output / "loss.png").stat().st_size > 5000
 
@@ -92,7 +81,7 @@ def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:
 def test_make_demo_goes_on_bit_for_bit_and_shows_it_on_one_page(tmp_path: Path) -> None:
     output = tmp_path / "demo"
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--output", str(output)]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=launches.environment(), capture_output=True, text=True, check=True)
     same, of = re.findall(r"(\d+) of (\d+) steps that were made twice", done.stdout)[0]
     assert int(same) == int(of) >= 10
     page = (output / "report.html").read_text(encoding="utf-8")
@@ -101,7 +90,7 @@ def test_make_demo_goes_on_bit_for_bit_and_shows_it_on_one_page(tmp_path: Path) 
 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    code, text = Program(EXAMPLE, "--output", str(tmp_path), environment=_environment()).wait()
+    code, text = Program(EXAMPLE, "--output", str(tmp_path), environment=launches.environment()).wait()
     assert code == 1
     assert "holds an earlier run: give --resume, or another --output" in text
 
@@ -111,7 +100,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     arguments = ["--steps", "20", "--resume", "auto", "--output", str(tmp_path)]
     arguments += ["--data", str(EXAMPLES / "data" / BUNDLED), "--micro-batch-size", "4"]
     log = tmp_path / "log.jsonl"
-    program = Program(EXAMPLE, *arguments, environment=_environment())
+    program = Program(EXAMPLE, *arguments, environment=launches.environment())
     while program.is_running and not (log.exists() and log.read_text().count("\n") >= 7):
         time.sleep(0.01)
     program.signal(signal.SIGUSR1)
@@ -122,7 +111,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert 7 <= int(saved[1]) < 20
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == [f"step-{saved[1]}"]
     for said in ("exported to", "nothing to do"):
-        code, text = Program(EXAMPLE, *arguments, environment=_environment()).wait()
+        code, text = Program(EXAMPLE, *arguments, environment=launches.environment()).wait()
         assert (code, said in text) == (0, True), text[-3000:]
-    steps = [json.loads(line)["step"] for line in log.read_text().splitlines() if '"loss"' in line]
-    assert steps == list(range(1, 21)), "each step once: no step is lost and none runs again"
+    assert [step for step, *_ in launches.losses(tmp_path)] == list(range(1, 21)), (
+        "each step once: no step is lost and none runs again"
+    )

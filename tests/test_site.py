@@ -1,8 +1,6 @@
 """The site: its links, its index of names, what fits on a page, and the figures of its first page."""
 
 import difflib
-import inspect
-import posixpath
 import re
 import subprocess
 import sys
@@ -16,9 +14,6 @@ from tests.harness.places import EXAMPLES, ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
-# The columns that a block of code shows without scrolling in a window 1280 pixels wide.
-WIDTH = 88
-CODE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?:e[+-]\d+)?%?")
 
 
@@ -55,18 +50,6 @@ def test_every_page_is_two_clicks_from_the_first() -> None:
     assert {_uri(page) for page in PAGES} - {_uri(p) for p in (first | second) if DOCS in p.parents} <= {
         "index.md"
     }
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: posixpath.relpath(page, ROOT))
-def test_lines_of_code_fit_on_the_page(page: Path) -> None:
-    lines = [line for block in CODE.findall(page.read_text()) for line in block.splitlines()]
-    assert not [line for line in lines if len(line) > WIDTH]
-
-
-def test_examples_of_the_reference_fit_on_the_page() -> None:
-    texts = "\n".join(inspect.getdoc(getattr(fs, name)) or "" for name in fs.__all__)
-    lines = re.findall(r"^ *((?:>>>|\.\.\.) .*)$", texts, re.MULTILINE)
-    assert [line for line in lines if len(line) > WIDTH] == []
 
 
 def test_every_file_of_results_is_on_the_page_of_measurements() -> None:

@@ -31,10 +31,11 @@ from tests.harness.models import (
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 
-def _check_left_as_it_was() -> None:
+@on_ranks(2)
+def test_preparing_leaves_the_model_as_it_was() -> None:
     model = shard_by_heads(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1))
     model.transformer.h[0].eval()
     batch = own_batches(ragged_batches(2))[0]
@@ -53,10 +54,6 @@ def _check_left_as_it_was() -> None:
     assert "forward" not in vars(model)
     assert "forward" not in vars(model.lm_head)
     assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
-
-
-def test_preparing_leaves_the_model_as_it_was() -> None:
-    run_distributed(_check_left_as_it_was, 2)
 
 
 class _Head(nn.Linear):
@@ -169,7 +166,8 @@ def test_the_wrong_models_and_names_are_refused() -> None:
         fs.loss_sum(tiny_model("bert"), ragged_batches(1)[0])
 
 
-def _check_a_failing_probe() -> None:
+@on_ranks(2, timeout=240)
+def test_training_goes_on_after_a_probe_that_failed() -> None:
     batches = ragged_batches(4)
     for own_group, place in itertools.product((False, True), ("block", "head")):
         model = family_model("llama")
@@ -195,11 +193,8 @@ def _check_a_failing_probe() -> None:
         )
 
 
-def test_training_goes_on_after_a_probe_that_failed() -> None:
-    run_distributed(_check_a_failing_probe, 2, timeout=240)
-
-
-def _check_one_rank_cannot() -> None:
+@on_ranks(2)
+def test_ranks_agree_on_a_fall_back() -> None:
     model = shard_by_heads(family_model("llama"))
     with pytest.raises(ValueError, match="ranks call with different arguments"):
         fs.prepare_loss(model, impl="logits" if dist.get_rank() else "auto")
@@ -208,10 +203,6 @@ def _check_one_rank_cannot() -> None:
     assert fs.prepare_loss(model) == "logits"
     with pytest.raises(ValueError, match=r"1 other ranks of the mesh could not|not a plain nn\.Linear"):
         fs.prepare_loss(model, impl="chunked")
-
-
-def test_ranks_agree_on_a_fall_back() -> None:
-    run_distributed(_check_one_rank_cannot, 2)
 
 
 @pytest.mark.slow

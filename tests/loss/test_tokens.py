@@ -29,7 +29,7 @@ from tests.harness.losses import (
     with_loss,
 )
 from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 from tests.plain import plain_token_losses
 
 BATCHES = {kind: batch_of(rows_of([6, 15, 1, 9], seed=2), kind) for kind in (PACKED, PADDED)}
@@ -138,7 +138,8 @@ def test_weights_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: 
     assert max(map(relative_error, *gradients)) <= 1e-12
 
 
-def _check_sharded() -> None:
+@on_ranks(2)
+def test_a_sharded_head_is_gathered_for_both_passes() -> None:
     kind = list(BATCHES)[dist.get_rank()]
     batch = {name: value.to(device_here()) for name, value in BATCHES[kind].items()}
     for family in FAMILIES:
@@ -155,11 +156,8 @@ def _check_sharded() -> None:
                 _is_close(found, (oracles[kind][0], mean), 1e-12)
 
 
-def test_a_sharded_head_is_gathered_for_both_passes() -> None:
-    run_distributed(_check_sharded, 2)
-
-
-def _check_shared_rows() -> None:
+@on_ranks(2)
+def test_ranks_that_share_rows_get_the_values_of_whole_rows() -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     for name in ("qwen3", "mixtral"):
@@ -174,10 +172,6 @@ def _check_shared_rows() -> None:
                 for impl in ("auto", "logits"):
                     # Each of the two ranks has computed the loss: it counts twice, and FSDP2 averages.
                     _is_close(_found(fs.token_losses, with_loss(model, impl=impl), here), expected, 1e-12)
-
-
-def test_ranks_that_share_rows_get_the_values_of_whole_rows() -> None:
-    run_distributed(_check_shared_rows, 2)
 
 
 def test_a_compiled_loss_and_compiled_blocks() -> None:

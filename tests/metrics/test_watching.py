@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import time
 import warnings
 from types import SimpleNamespace
@@ -89,14 +88,6 @@ class TestMetricLogger:
             "| n    123456 | tiny  1.00e-07 | ok      True | bad       nan"
         )
         assert len(first) == len(second)
-
-    def test_line_goes_above_a_bar(self, capsys):
-        tqdm = pytest.importorskip("tqdm")
-        bar = tqdm.tqdm(total=3, file=sys.stdout)
-        MetricLogger().log({"loss": 1.0}, 1)
-        bar.close()
-        lines = capsys.readouterr().out.replace("\r", "\n").splitlines()
-        assert "step      1 | loss    1.0000" in lines
 
     def test_a_sink_is_called_with_plain_scalars(self, tmp_path):
         rows, path = [], tmp_path / "m.jsonl"
@@ -251,23 +242,7 @@ class TestPlotRun:
         assert raw[1] == values
         assert set(median[1]) == {1.0}
 
-    @pytest.mark.parametrize("steps", [1, 2, 5, 12, 300])
-    def test_ticks_are_whole_steps_and_one_step_is_seen(self, drawn, steps):
-        panels = drawn([(n, {"loss": 1 / n, "grad_norm": 1.0}) for n in range(1, steps + 1)])
-        for axes in (panels["Loss"], panels["Gradient norm"]):
-            ticks = axes.get_xticks()
-            assert all(tick == int(tick) for tick in ticks)
-            assert any(1 <= tick <= steps for tick in ticks)
-            assert axes.lines[0].get_marker() == ("o" if steps == 1 else "None")
-
     def test_no_steps(self, tmp_path):
         (tmp_path / "m.jsonl").write_text('{"loss": 1}\n')
         with pytest.raises(ValueError, match="no line with a step"):
             plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")
-
-    def test_no_backend_is_chosen_for_the_process(self, drawn):
-        import matplotlib
-
-        before = dict.copy(matplotlib.rcParams)["backend"]
-        drawn([(1, {"loss": 1.0})])
-        assert dict.copy(matplotlib.rcParams)["backend"] == before

@@ -15,7 +15,7 @@ from fsdp_sft import errors
 from fsdp_sft._ranks import agree
 from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 
 class _Picky(Exception):
@@ -45,7 +45,8 @@ class _OfTheCaller(KeyError):
     pass
 
 
-def _check_first_error() -> None:
+@on_ranks(3, timeout=30)
+def test_all_ranks_raise_the_first_error() -> None:
     rank = dist.get_rank()
     with agree.agreed("doing nothing"):
         pass
@@ -69,10 +70,6 @@ def _check_first_error() -> None:
     assert agree.control_group() is not dist.group.WORLD
 
 
-def test_all_ranks_raise_the_first_error() -> None:
-    run_distributed(_check_first_error, 3, timeout=30)
-
-
 def _of_ours(name: str) -> Exception:
     error: Exception = getattr(errors, name)(f"something about {name}", 3)
     vars(error)["where"] = Path("/a")
@@ -80,7 +77,8 @@ def _of_ours(name: str) -> Exception:
     return error
 
 
-def _hear_errors() -> None:
+@on_ranks(2, timeout=30)
+def test_errors_arrive_as_they_were_or_by_their_text() -> None:
     rank = dist.get_rank()
     as_they_were = [
         *(_of_ours(name) for name in fs.__all__ if name.endswith("Error")),
@@ -116,10 +114,6 @@ def _hear_errors() -> None:
             agree.raise_first(error if rank == 1 else None, "failing")
         assert type(caught.value) is fs.RemoteRankError if rank == 0 else caught.value is error
         assert rank == 1 or str(caught.value) == f"rank 1 raised {text}"
-
-
-def test_errors_arrive_as_they_were_or_by_their_text() -> None:
-    run_distributed(_hear_errors, 2, timeout=30)
 
 
 def test_without_a_group_there_is_nothing_to_exchange() -> None:

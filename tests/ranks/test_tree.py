@@ -11,20 +11,17 @@ import torch.distributed as dist
 from fsdp_sft._ranks import agree
 from fsdp_sft._ranks.tree import through_root
 from fsdp_sft.errors import LostRankError
-from tests.harness.ranks import RankFailedError, run_distributed
+from tests.harness.ranks import RankFailedError, on_ranks, run_distributed
 
 
-def _come_around() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@on_ranks(timeout=60)
+def test_what_all_ranks_have_comes_around_in_their_order(ranks: int) -> None:
     for length in (0, 1, 402, 403, 404, 5000, 1 << 20):
-        for of_rank in ([length] * size, [length * (other % 2) for other in range(size)]):
+        for of_rank in ([length] * ranks, [length * (other % 2) for other in range(ranks)]):
             everyone = [bytes([r]) * many for r, many in enumerate(of_rank)]
-            assert through_root(dist.group.WORLD, everyone[rank], b"|".join) == b"|".join(everyone)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_what_all_ranks_have_comes_around_in_their_order(world_size: int) -> None:
-    run_distributed(_come_around, world_size, timeout=60)
+            own = everyone[dist.get_rank()]
+            assert through_root(dist.group.WORLD, own, b"|".join) == b"|".join(everyone)
 
 
 def _lose(lost: int, folder: Path) -> None:

@@ -11,13 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
 from tests.harness.models import oracle_loss, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 FLOAT32 = MixedPrecisionPolicy()
 
 
-def _check_evaluate() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks(timeout=60)
+def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
+    rank = dist.get_rank()
     batches = ragged_batches(5)
     expected = float(oracle_loss(tiny_model("gpt2").eval(), batches).detach())
     model = fs.shard_model(tiny_model("gpt2"), mesh=mesh_here(), mp_policy=FLOAT32)
@@ -52,12 +54,9 @@ def _check_evaluate() -> None:
         fs.evaluate(model, failing())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
-    run_distributed(_check_evaluate, ranks, timeout=60)
-
-
-def _inference_mode() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_in_inference_mode_and_training_after_it(ranks: int) -> None:
     batches = ragged_batches(2)
     expected = float(oracle_loss(tiny_model("llama").eval(), batches).detach())
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
@@ -67,8 +66,3 @@ def _inference_mode() -> None:
         with torch.inference_mode():
             assert fs.evaluate(model, own).loss == pytest.approx(expected, rel=1e-6)
         assert fs.train_step(model, batches, optimizer).loss == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_in_inference_mode_and_training_after_it(ranks: int) -> None:
-    run_distributed(_inference_mode, ranks)

@@ -12,7 +12,7 @@ from transformers import BatchEncoding
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 tensordict: Any = importlib.import_module("tensordict") if importlib.util.find_spec("tensordict") else None
 
@@ -104,16 +104,13 @@ def _train(kind: str | None) -> list[float]:
     return losses
 
 
-def _check() -> None:
+@pytest.mark.accelerator
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_they_train_as_padded_ones_do(ranks: int) -> None:
     expected = _train(None)
     for kind in KINDS:
         assert _train(kind) == pytest.approx(expected, rel=1e-6), kind
-
-
-@pytest.mark.accelerator
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_they_train_as_padded_ones_do(ranks: int) -> None:
-    run_distributed(_check, ranks)
 
 
 def _refused() -> str:

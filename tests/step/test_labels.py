@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -111,7 +111,8 @@ def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
     return handler.said
 
 
-def _check_equal_rows() -> None:
+@on_ranks(4, timeout=60)
+def test_ranks_with_the_same_rows_are_named() -> None:
     rank = dist.get_rank()
     mesh = mesh_here()
     said = _steps(mesh, [_batch(0)], [_batch(0)])
@@ -132,7 +133,3 @@ def _check_equal_rows() -> None:
     said = _steps(mesh, [_batch(0)])
     assert len(said) == (rank == 0)
     assert not said or "same rows" in said[0]
-
-
-def test_ranks_with_the_same_rows_are_named() -> None:
-    run_distributed(_check_equal_rows, 4, timeout=60)

@@ -17,7 +17,7 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PADDED, batch_of, rows_of
 from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 from tests.plain import plain_token_losses
 
 BETA = 0.5
@@ -82,7 +82,10 @@ CASES: dict[str, Any] = {
 }
 
 
-def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
+@pytest.mark.parametrize(("ranks", "shape"), MESHES)
+@pytest.mark.parametrize("kind", CASES)
+@on_ranks()
+def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
     fs.init_distributed(device_type=device_here().type)
     shares = dist.get_world_size() // shape.get("cp", 1)
     share = dist.get_rank() // shape.get("cp", 1)
@@ -133,13 +136,8 @@ def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
         )
 
 
-@pytest.mark.parametrize(("ranks", "shape"), MESHES)
-@pytest.mark.parametrize("kind", CASES)
-def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
-    run_distributed(_check_equals_plain_training, ranks, kind, shape)
-
-
-def _check_shared_rows_of_own_loss() -> None:
+@on_ranks(2, timeout=60)
+def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     model = fs.shard_model(tiny_model("qwen3").to(device_here()), mesh=mesh, mp_policy=MixedPrecisionPolicy())
@@ -168,15 +166,12 @@ def _check_shared_rows_of_own_loss() -> None:
         assert (own.num_targets, own.num_tokens) == (plain.num_targets, plain.num_tokens)
 
 
-def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
-    run_distributed(_check_shared_rows_of_own_loss, 2, timeout=60)
-
-
 def _num_rows(batch: Any) -> int:
     return len(batch["labels"])
 
 
-def _check_metrics() -> None:
+@on_ranks(2, timeout=60)
+def test_metrics_are_summed_over_window_and_ranks() -> None:
     rank = dist.get_rank()
     model = fs.shard_model(
         tiny_model("llama").to(device_here()), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy()
@@ -195,7 +190,3 @@ def _check_metrics() -> None:
         assert result.metrics == {"both": 0.5, "first's": 4.0, "ones": 1.0}
     assert len(calls) == 2 * len(batches)
     assert fs.train_step(model, batches, optimizer).metrics == {}
-
-
-def test_metrics_are_summed_over_window_and_ranks() -> None:
-    run_distributed(_check_metrics, 2, timeout=60)

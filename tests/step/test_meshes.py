@@ -16,7 +16,7 @@ import fsdp_sft as fs
 from fsdp_sft.step.update import clip_gradients
 from tests.harness.device import device_here, device_type
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 
 def _expected(
@@ -43,7 +43,8 @@ def _check_step(model: Any, plain: Any, batches: list[Any], mine: list[Any]) -> 
     assert largest_error(moved, expected) <= 2e-5
 
 
-def _check_kinds() -> None:
+@on_ranks(4)
+def test_the_norm_over_several_meshes_is_that_of_the_whole() -> None:
     rows = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
     columns = init_device_mesh(device_type(), (4,))
     layouts = [
@@ -67,10 +68,6 @@ def _check_kinds() -> None:
         assert float(clip_gradients(sharded, max_norm)) == pytest.approx(float(norm), rel=1e-6)
         for one, other in zip(plain, sharded, strict=True):
             torch.testing.assert_close(full(other.grad), one.grad)
-
-
-def test_the_norm_over_several_meshes_is_that_of_the_whole() -> None:
-    run_distributed(_check_kinds, 4)
 
 
 def test_the_norm_of_many_elements_on_the_host_is_exact() -> None:

@@ -16,7 +16,7 @@ from transformers.optimization import Adafactor
 import fsdp_sft as fs
 from tests.harness.device import device_type, mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 
 def _split(model: Any) -> tuple[list[Any], list[Any]]:
@@ -49,8 +49,12 @@ def _plain(model: Any, windows: list[list[Any]]) -> list[tuple[float, float]]:
     return results
 
 
-def _check_several(mesh_shape: dict[str, int], grad_sync: str) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize(
+    ("ranks", "mesh_shape", "grad_sync"), [(2, {}, "last"), (4, {"dp_replicate": 2}, "each")]
+)
+@on_ranks()
+def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: Any, grad_sync: str) -> None:
+    rank = dist.get_rank()
     windows = [ragged_batches(2 * ranks, seed=seed) for seed in range(3)]
     plain = tiny_model("llama")
     model = copy.deepcopy(plain)
@@ -73,13 +77,6 @@ def _check_several(mesh_shape: dict[str, int], grad_sync: str) -> None:
     actual = {name: full(p.detach()) for name, p in model.named_parameters()}
     # Adam divides by the size of gradients that float32 knows to seven digits
     assert largest_error(actual, {name: p.detach() for name, p in plain.named_parameters()}) <= 1e-4
-
-
-@pytest.mark.parametrize(
-    ("ranks", "mesh_shape", "grad_sync"), [(2, {}, "last"), (4, {"dp_replicate": 2}, "each")]
-)
-def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: Any, grad_sync: str) -> None:
-    run_distributed(_check_several, ranks, mesh_shape, grad_sync)
 
 
 def test_an_inf_in_one_of_them_skips_all() -> None:
@@ -143,13 +140,15 @@ def test_what_no_optimizer_of_several_has_is_named() -> None:
 
 def _made_while_gathered() -> str:
     model = tiny_model("qwen2-tied")
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
     fs.shard_model(model, mesh=mesh_here())
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4]]))  # the root's parameters stay gathered
     stale = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(fs.OptimizerError, match="none of the model's parameters") as raised:
-        fs.train_step(model, ragged_batches(2), stale)
+    for optimizer in (early, stale):
+        with pytest.raises(fs.OptimizerError, match="none of the model's parameters") as raised:
+            fs.train_step(model, ragged_batches(2), optimizer)
     assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
     beside = torch.nn.Linear(2, 2)  # the caller's own, which the model does not have
     whole = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.1)
@@ -157,12 +156,13 @@ def _made_while_gathered() -> str:
     return str(raised.value)
 
 
-def test_an_optimizer_over_gathered_parameters_is_refused() -> None:
+def test_an_optimizer_made_before_sharding_or_over_gathered_parameters_is_refused() -> None:
     (message, _) = run_distributed(_made_while_gathered, 2)
     assert "model.embed_tokens.weight" in message
 
 
-def _steps_in_bfloat16() -> None:
+@on_ranks(2)
+def test_updates_that_bfloat16_loses_are_warned_of_once() -> None:
     batch = ragged_batches(2)[0]
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), master_dtype=torch.bfloat16)
     wide = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
@@ -179,10 +179,6 @@ def _steps_in_bfloat16() -> None:
                 fs.train_step(trained, [batch], optimizer)
         told = [str(w.message) for w in caught if "rounds them to the nearest" in str(w.message)]
         assert len(told) == (expected if dist.get_rank() == 0 else 0), make
-
-
-def test_updates_that_bfloat16_loses_are_warned_of_once() -> None:
-    run_distributed(_steps_in_bfloat16, 2)
 
 
 # By options; of the latter torch 2.13 lacks operations for shards, and later versions may have them.
@@ -202,7 +198,8 @@ def test_what_would_step_otherwise_is_refused() -> None:
     run_distributed(_refused, 2, "parameters are held more than once", *twice)
 
 
-def _of_torch() -> None:
+@on_ranks(2)
+def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     window = ragged_batches(2 * ranks)
     plain = tiny_model("llama")
@@ -224,7 +221,3 @@ def _of_torch() -> None:
         assert all(p.grad is None for p in model.parameters()), name
         actual = {key: full(p.detach()) for key, p in model.named_parameters()}
         assert largest_error(actual, {key: p.detach() for key, p in expected.named_parameters()}) < 1e-3, name
-
-
-def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
-    run_distributed(_of_torch, 2)

@@ -15,7 +15,7 @@ from tests.harness.device import mesh_here
 from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -90,8 +90,19 @@ CASES: dict[str, Any] = {
 }
 
 
-def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize(
+    ("kind", "ranks", "mesh_shape", "grad_sync"),
+    [
+        ("strange", 2, {}, "last"),
+        ("strange", 4, {"dp_replicate": 2}, "reduce_scatter"),
+        ("encoder-decoder", 2, {"dp_replicate": 2, "dp_shard": 1}, "each"),
+    ],
+)
+@on_ranks()
+def test_a_loss_of_ones_own_equals_the_single_process(
+    kind: str, ranks: int, mesh_shape: dict[str, int], grad_sync: str
+) -> None:
+    rank = dist.get_rank()
     make, batches, loss_fn, count_fn = CASES[kind]
     plain = make()
     model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
@@ -122,21 +133,8 @@ def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: 
     assert result.skip_reason == "no targets"
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "mesh_shape", "grad_sync"),
-    [
-        ("strange", 2, {}, "last"),
-        ("strange", 4, {"dp_replicate": 2}, "reduce_scatter"),
-        ("encoder-decoder", 2, {"dp_replicate": 2, "dp_shard": 1}, "each"),
-    ],
-)
-def test_a_loss_of_ones_own_equals_the_single_process(
-    kind: str, ranks: int, mesh_shape: dict[str, int], grad_sync: str
-) -> None:
-    run_distributed(_check_equals_one_process, ranks, kind, mesh_shape, grad_sync)
-
-
-def _check_refusals() -> None:
+@on_ranks(2, timeout=30)
+def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -> None:
     rank = dist.get_rank()
     model = fs.shard_model(strange_model(), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,10 +162,6 @@ def _check_refusals() -> None:
     other = [{"idx": window[0].idx}] if rank else window
     with pytest.raises(fs.BatchError, match="micro-batch 0: a Pair of 2 and idx, on ranks 0 and 1"):
         fs.train_step(model, other, optimizer, loss_fn=strange_loss, count_fn=lambda batch: 1)
-
-
-def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -> None:
-    run_distributed(_check_refusals, 2, timeout=30)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "logits"])

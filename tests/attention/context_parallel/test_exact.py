@@ -15,7 +15,7 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of
 from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 # kind -> lengths: rows longer than a rank's part and of one token, one rank without a target, filler
 BATCHES = {PACKED: [5, 9, 1, 18, 4], PADDED: [11, 4, 1], PLAIN: [13]}
@@ -132,7 +132,8 @@ def test_heads_and_meshes(ranks: int, shape: dict[str, int], heads: int, keys: i
     _exact("qwen3", ranks, shape, num_attention_heads=heads, num_key_value_heads=keys, hidden_size=8 * heads)
 
 
-def _check_refused() -> None:
+@on_ranks(2)
+def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     # Tokens that see later ones, positions counted by the mask, a recurrence.
@@ -141,10 +142,6 @@ def _check_refused() -> None:
         fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
         with pytest.raises(fs.UnsupportedModelError, match="may meet in attention alone"):
             fs.use_context_parallel(model, mesh=mesh)
-
-
-def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
-    run_distributed(_check_refused, 2)
 
 
 # --- float32 and bfloat16: rows in parts differ from whole ones by rounding, and by no more of it ---

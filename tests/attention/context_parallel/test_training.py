@@ -24,7 +24,7 @@ from tests.harness.float64 import AllFloat64
 from tests.harness.hf_folders import save_tiny
 from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of
 from tests.harness.models import full, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 LENGTHS = [6, 15, 1, 9]
 
@@ -54,7 +54,16 @@ def _plain_step(oracle: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) 
     return plain.step(oracle, [plain_loss(oracle, rows)], [optimizer], max_norm=1.0)
 
 
-def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "shape", "options"),
+    [
+        (2, {"cp": 2}, {}),
+        (4, {"cp": 2, "dp_shard": 2}, {"sac": "1/3"}),
+        (4, {"cp": 2, "dp_replicate": 2}, {"sac": 1, "reshard_after_forward": False}),
+    ],
+)
+@on_ranks()
+def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], options: dict[str, Any]) -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(**shape)
     # A recomputation does not see what AllFloat64 does.
@@ -89,18 +98,6 @@ def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
         assert abs(fs.evaluate(model, batches).loss - expected) < close * expected
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shape", "options"),
-    [
-        (2, {"cp": 2}, {}),
-        (4, {"cp": 2, "dp_shard": 2}, {"sac": "1/3"}),
-        (4, {"cp": 2, "dp_replicate": 2}, {"sac": 1, "reshard_after_forward": False}),
-    ],
-)
-def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], options: dict[str, Any]) -> None:
-    run_distributed(_check_steps, ranks, shape, options)
-
-
 def _rows_of_data(number: int) -> list[dict[str, list[int]]]:
     rows = rows_of([3 + i % 7 for i in range(number)], seed=4)
     return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows]
@@ -110,7 +107,8 @@ def _seen(windows: Any) -> list[Any]:
     return [[batch["input_ids"].tolist() for batch in window] for window in windows]
 
 
-def _check_windows() -> None:
+@on_ranks(4)
+def test_one_rank_of_a_group_reads_for_all() -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2, dp_shard=2)
     data = _rows_of_data(23)
@@ -147,11 +145,8 @@ def _check_windows() -> None:
     assert (packed.num_replicas, packed.rank) == (2, share)
 
 
-def test_one_rank_of_a_group_reads_for_all() -> None:
-    run_distributed(_check_windows, 4)
-
-
-def _check_read_errors() -> None:
+@on_ranks(2)
+def test_an_error_of_who_reads_reaches_all() -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
 
@@ -166,10 +161,6 @@ def _check_read_errors() -> None:
     assert len(next(iterator)) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(iterator)
-
-
-def test_an_error_of_who_reads_reaches_all() -> None:
-    run_distributed(_check_read_errors, 2)
 
 
 def _check_refusals(folder: Path) -> None:
@@ -217,7 +208,8 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     run_distributed(_check_refusals, 2, save_tiny(tmp_path, "llama"))
 
 
-def _check_crossed() -> None:
+@on_ranks(4)
+def test_groups_do_not_make_up_for_each_other() -> None:
     """Two groups that have mixed up their batches, and fields that no loss looks at."""
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2, dp_shard=2)
@@ -233,11 +225,8 @@ def _check_crossed() -> None:
             fs.train_step(model, batches, _adamw(model.parameters()))
 
 
-def test_groups_do_not_make_up_for_each_other() -> None:
-    run_distributed(_check_crossed, 4)
-
-
-def _check_left_padding() -> None:
+@on_ranks(2)
+def test_padding_on_the_left_does_not_see_filler() -> None:
     """A target told from padding, which sees nothing: eager attention then looks at all keys alike."""
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
@@ -256,11 +245,8 @@ def _check_left_padding() -> None:
     assert fs.evaluate(model, [batch]).loss == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_padding_on_the_left_does_not_see_filler() -> None:
-    run_distributed(_check_left_padding, 2)
-
-
-def _check_heads() -> None:
+@on_ranks(3)
+def test_heads_that_do_not_divide_are_refused() -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=3)
     model = tiny_model("qwen3").to(device_here())
@@ -269,21 +255,14 @@ def _check_heads() -> None:
         fs.use_context_parallel(model, mesh=mesh)
 
 
-def _check_without_cp() -> None:
+@on_ranks(2)
+def test_without_cp_any_model_is_left_alone() -> None:
     fs.init_distributed()
     model = torch.nn.Linear(2, 2)
     fs.use_context_parallel(model, mesh=mesh_here())
     assert model(torch.ones(1, 2)).shape == (1, 2)
     with pytest.raises(TypeError, match="of a transformers model only, got Linear"):
         fs.use_context_parallel(model, mesh=mesh_here(cp=2))
-
-
-def test_without_cp_any_model_is_left_alone() -> None:
-    run_distributed(_check_without_cp, 2)
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    run_distributed(_check_heads, 3)
 
 
 def _check_resume(folder: str, cp: int, save: bool) -> list[float]:

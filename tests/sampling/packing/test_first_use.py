@@ -13,7 +13,7 @@ from tests.harness.device import mesh_here
 from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, oracle_loss, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}
 
@@ -134,7 +134,8 @@ def test_positions_that_depend_on_the_longest_row_are_told_in_any_dtype(dtype: t
     _step(model, _pack(40, 60))
 
 
-def _check_ranks() -> None:
+@on_ranks(2)
+def test_ranks_verify_together_although_one_has_a_pack() -> None:
     mesh, rank = mesh_here(), dist.get_rank()
     single = {**_pack(14), "position_ids": torch.arange(14)[None]}
     policy = MixedPrecisionPolicy()
@@ -164,7 +165,3 @@ def _check_ranks() -> None:
     with pytest.raises(fs.PackingError, match="longest row"):
         _step(sound, _pack(5, 70) if rank else _pack(5, 9))
     assert not _step(sound, single if rank else _pack(5, 9)).skipped
-
-
-def test_ranks_verify_together_although_one_has_a_pack() -> None:
-    run_distributed(_check_ranks, 2)
