@@ -30,9 +30,7 @@ FOLDED = (
 
 
 def _tokenizer(template: str) -> Any:
-    made = ct.byte_tokenizer("chatml")
-    made.chat_template = template
-    return made
+    return ct.byte_tokenizer("chatml", template=template)
 
 
 def _row(*more: dict[str, str], system: str = "You answer in French.") -> dict[str, Any]:

@@ -33,9 +33,7 @@ SILENT = TEMPLATE.replace("message.reasoning_content and", "false and")
 
 
 def tokenizer(template: str = TEMPLATE) -> Any:
-    made = ct.byte_tokenizer("chatml")
-    made.chat_template = template
-    return made
+    return ct.byte_tokenizer("chatml", template=template)
 
 
 def with_call(content: str = "", **arguments: Any) -> dict[str, Any]:

@@ -203,8 +203,9 @@ def test_a_systematic_refusal_ends_the_encoding(tmp_path: Path, monkeypatch: pyt
     ):
         fs.encode_dataset(wrong, TOKENIZER, max_length=60, cache_dir=tmp_path)
     call = {"function": {"name": "f", "arguments": {"x": "y"}}}
-    lossy = ct.byte_tokenizer("chatml")
-    lossy.chat_template = ct.CHATML.replace("message.content", "(message.content if not message.tool_calls)")
+    lossy = ct.byte_tokenizer(
+        "chatml", template=ct.CHATML.replace("message.content", "(message.content if not message.tool_calls)")
+    )
     row = chat("q", "I look")
     row["messages"][1]["tool_calls"] = [call]
     with pytest.raises(fs.ChatTemplateError, match="does not print the content of message 1"):

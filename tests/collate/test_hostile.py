@@ -40,8 +40,7 @@ def test_calls_in_other_words(row: dict[str, Any]) -> None:
 
 def test_reasoning_of_sharegpt() -> None:
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "reasoning_content": "hm"}]
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML_REASONING
+    tokenizer = ct.byte_tokenizer("chatml", template=ct.CHATML_REASONING)
     assert shown({"conversations": turns}, tokenizer) == shown(
         assistant("a", reasoning_content="hm"), tokenizer
     )
@@ -75,8 +74,7 @@ def test_rows_that_are_refused(row: dict[str, Any], says: str) -> None:
 
 def test_an_empty_key_does_not_win() -> None:
     parts = [{"type": "reasoning", "reasoning": "", "text": "hm"}, {"type": "text", "text": "C"}]
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML_REASONING
+    tokenizer = ct.byte_tokenizer("chatml", template=ct.CHATML_REASONING)
     assert shown(assistant(parts), tokenizer) == shown(assistant("C", reasoning_content="hm"), tokenizer)
 
 
@@ -95,8 +93,7 @@ def test_a_quoted_tag_is_text() -> None:
 
 
 def test_what_breaks_a_template_is_its_refusal() -> None:
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = "{{ 1 // (messages | length - 2) }}" + ct.CHATML
+    tokenizer = ct.byte_tokenizer("chatml", template="{{ 1 // (messages | length - 2) }}" + ct.CHATML)
     _, counts = filter_rows([chat("q", "a", "r", "b"), chat("q", "a")], tokenizer, on_error="count")
     assert counts == {"kept": 1, "refused_by_template": 1}
 

@@ -118,8 +118,7 @@ MINISTRAL = (
 
 @pytest.mark.parametrize("thought", ["hm", [{"type": "text", "text": "hm"}]])
 def test_parts_of_type_thinking(thought: Any) -> None:
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = MINISTRAL
+    tokenizer = ct.byte_tokenizer("chatml", template=MINISTRAL)
     parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "yes"}]
     given = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]}
     assert shown(given, tokenizer) == "[user]q[assistant]⟦[THINK]hm[/THINK]yes<|im_end|>⟧"

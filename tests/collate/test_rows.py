@@ -95,11 +95,13 @@ def test_openai_tool_calls(arguments):
 
 
 def test_tool_calls_that_a_template_joins_as_text():
-    tokenizer = ct.byte_tokenizer("mistral")
-    tokenizer.chat_template = ct.MISTRAL.replace(
-        "{{ message.content + eos_token }}",
-        "{% for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + call.function.name + ':' + "
-        "call.function.arguments }}{% endfor %}{{ message.content + eos_token }}",
+    tokenizer = ct.byte_tokenizer(
+        "mistral",
+        template=ct.MISTRAL.replace(
+            "{{ message.content + eos_token }}",
+            "{% for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + call.function.name + ':' + "
+            "call.function.arguments }}{% endfor %}{{ message.content + eos_token }}",
+        ),
     )
     row = {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": CALL}]}
     arguments = json.dumps(json.loads(CALL)["arguments"])
@@ -107,8 +109,9 @@ def test_tool_calls_that_a_template_joins_as_text():
 
 
 def test_a_tool_call_without_a_stop_token_ends_where_the_template_ends_it():
-    tokenizer = ct.byte_tokenizer("glm")
-    tokenizer.chat_template = ct.GLM.replace("message.content }}", "message.content }}" + ct._CALLS)
+    tokenizer = ct.byte_tokenizer(
+        "glm", template=ct.GLM.replace("message.content }}", "message.content }}" + ct._CALLS)
+    )
     row = {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": CALL}]}
     assert shown(row, tokenizer).endswith("</tool_call>⟧")
     row["conversations"] += [{"from": "observation", "value": "rain"}, {"from": "gpt", "value": "b"}]
@@ -122,18 +125,19 @@ def test_a_tool_call_without_a_stop_token_ends_where_the_template_ends_it():
 
 
 def test_a_blank_answer_that_a_template_prints_otherwise():
-    tokenizer = ct.byte_tokenizer("glm")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.content.strip() %}: {{ m.content.strip() }}"
-        "{% else %}(nothing){% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokenizer = ct.byte_tokenizer(
+        "glm",
+        template="{% for m in messages %}<|{{ m.role }}|>{% if m.content.strip() %}: {{ m.content.strip() }}"
+        "{% else %}(nothing){% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
     )
     text = shown(chat("a", "", "b", "c"), tokenizer)
     assert text == "<|user|>: a<|assistant|>⟦(nothing)⟧<|user|>: b<|assistant|>⟦: c⟧"
 
 
 def test_contents_are_given_in_parts_to_templates_that_take_nothing_else():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML.replace("{{ message.content }}", "{{ message.content[0]['text'] }}")
+    tokenizer = ct.byte_tokenizer(
+        "chatml", template=ct.CHATML.replace("{{ message.content }}", "{{ message.content[0]['text'] }}")
+    )
     row = chat("hi", "hello", "more", "")
     assert shown(row, tokenizer) == shown(row)
 

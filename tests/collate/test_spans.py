@@ -150,15 +150,16 @@ def test_an_end_of_turn_token_that_was_added_as_an_ordinary_one():
 
 
 def test_a_token_that_closes_the_answer_in_front_of_the_stop_token():
-    tokenizer = ct.byte_tokenizer("chatml-eos")
-    tokenizer.chat_template = ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'")
+    tokenizer = ct.byte_tokenizer(
+        "chatml-eos", template=ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'")
+    )
     assert "⟦b<|end|><|im_end|>⟧\n" in shown(chat("a", "b", "c", "d"), tokenizer)
 
 
 def test_thinking_that_the_generation_prompt_opens_is_not_trained():
-    tokenizer = ct.byte_tokenizer("chatml-eos")
-    tokenizer.chat_template = ct.QWEN3.replace(
-        ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")
+    tokenizer = ct.byte_tokenizer(
+        "chatml-eos",
+        template=ct.QWEN3.replace(ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")),
     )
     text = shown(chat("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\nd"), tokenizer)
     assert "<|im_start|>assistant\n⟦b<|im_end|>⟧\n" in text
@@ -176,11 +177,14 @@ def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
 
 
 def test_tags_leave_out_what_they_do_not_cover():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML_TAGGED.replace(
-        "{% generation %}{{ message.content }}",
-        "{{ '(note)' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '(note)' }}{% generation %}"
-        "{% if message.reasoning_content %}{{ message.reasoning_content }}{% endif %}",
+    tokenizer = ct.byte_tokenizer(
+        "chatml",
+        template=ct.CHATML_TAGGED.replace(
+            "{% generation %}{{ message.content }}",
+            "{{ '(note)' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '(note)' }}"
+            "{% generation %}"
+            "{% if message.reasoning_content %}{{ message.reasoning_content }}{% endif %}",
+        ),
     )
     row = chat("a", "b")
     row["messages"][1]["reasoning_content"] = "why"
@@ -214,15 +218,16 @@ def test_tags_that_count_from_elsewhere_do_not_tell_a_start(capture):
 
 
 def test_a_header_quoted_by_the_template_itself():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = "{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML
+    tokenizer = ct.byte_tokenizer(
+        "chatml", template="{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML
+    )
     assert shown(chat("", "b"), tokenizer).endswith("<|im_start|>assistant\n⟦b<|im_end|>⟧\n")
 
 
 def test_templates_that_depend_on_what_the_user_wrote():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = (
-        "{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML
+    tokenizer = ct.byte_tokenizer(
+        "chatml",
+        template="{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML,
     )
     assert "⟦b<|im_end|>⟧" in shown(chat("a, please", "b"), tokenizer)
     # Now the user's own text stays in the second rendering, so it must not look like a header.
@@ -256,22 +261,24 @@ def test_a_template_that_cannot_be_followed_is_refused(old, new, reason):
 
 
 def test_a_second_answer_in_a_row_without_a_header_is_refused():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML.replace(
-        ct._ROLE,
-        "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != message.role %}"
-        + ct._ROLE
-        + "{% endif %}",
+    tokenizer = ct.byte_tokenizer(
+        "chatml",
+        template=ct.CHATML.replace(
+            ct._ROLE,
+            "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != message.role %}"
+            + ct._ROLE
+            + "{% endif %}",
+        ),
     )
     with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
         encode_chat(chat("a", "b", ("assistant", "c")), tokenizer)
 
 
 def test_a_template_that_refuses_the_conversation_names_itself():
-    tokenizer = ct.byte_tokenizer("gemma")
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        + ct.GEMMA
+    tokenizer = ct.byte_tokenizer(
+        "gemma",
+        template="{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}" + ct.GEMMA,
     )
     with pytest.raises(ChatTemplateError, match="System role not supported; change the row"):
         encode_chat(chat(("system", "s"), "a", "b"), tokenizer)

@@ -21,9 +21,7 @@ TEMPLATE = (
 
 
 def tokenizer() -> Any:
-    made = ct.byte_tokenizer("chatml")
-    made.chat_template = TEMPLATE
-    return made
+    return ct.byte_tokenizer("chatml", template=TEMPLATE)
 
 
 def test_variables_of_the_row_go_before_those_of_the_call() -> None:
@@ -84,7 +82,6 @@ NEEDS_TOOLS = (
 
 
 def test_a_template_that_takes_no_conversation_without_tools() -> None:
-    own = ct.byte_tokenizer("chatml")
-    own.chat_template = NEEDS_TOOLS
+    own = ct.byte_tokenizer("chatml", template=NEEDS_TOOLS)
     row = {**chat("q", "a"), "tools": [{"name": "f", "parameters": {}}]}
     assert shown(row, own).endswith("assistant\n⟦a<|im_end|>⟧\n")

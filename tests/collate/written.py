@@ -7,10 +7,8 @@ from tests.harness.chats import chat
 
 
 def tokenizer(template: str, *tokens: str, eos: str = "</s>") -> Any:
-    made = ct.byte_tokenizer("chatml")
+    made = ct.byte_tokenizer("chatml", template=template, eos_token=eos)
     made.add_special_tokens({"additional_special_tokens": list(tokens)})
-    made.eos_token = eos
-    made.chat_template = template
     return made
 
 

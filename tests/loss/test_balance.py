@@ -13,7 +13,7 @@ import fsdp_sft as fs
 from fsdp_sft.loss import num_tokens
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
+from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import gradients_of
 from tests.harness.models import full, largest_error, tiny_model
 from tests.harness.ranks import on_ranks
@@ -118,9 +118,7 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
 @on_ranks(2)
 def test_rows_that_ranks_share_have_no_routers_loss() -> None:
     model, batch = _mixture(), _batch(0, 0, PADDED)
-    mesh = mesh_here(cp=2)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh_here(cp=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for call in (
         lambda: fs.train_step(model, [batch], optimizer),
@@ -139,9 +137,7 @@ def test_losses_of_tokens_need_no_routers_loss() -> None:
     batch = _batch(0, 0, PADDED)
     plain, model = (tiny_model("mixtral", output_router_logits=True) for _ in range(2))
     expected = fs.token_losses(plain, batch).detach()
-    mesh = mesh_here(cp=2)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh_here(cp=2))
     found = fs.token_losses(model, {name: value.to(device_here()) for name, value in batch.items()})
     assert torch.allclose(found.detach().cpu(), expected.cpu(), rtol=1e-5, atol=1e-6)
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
@@ -16,7 +15,7 @@ from fsdp_sft.loss.blocks import Products
 from fsdp_sft.loss.linear import head_losses
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
+from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import (
     FAMILIES,
     draw_head,
@@ -158,13 +157,10 @@ def test_a_sharded_head_is_gathered_for_both_passes() -> None:
 
 @on_ranks(2)
 def test_ranks_that_share_rows_get_the_values_of_whole_rows() -> None:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     for name in ("qwen3", "mixtral"):
         plain = tiny_model(name, dtype=torch.float64)
-        model = copy.deepcopy(plain).to(device_here())
-        fs.shard_model(model, mesh=mesh, master_dtype=torch.float64, mp_policy=MixedPrecisionPolicy())
-        fs.use_context_parallel(model, mesh=mesh)
+        model = sharing_rows(copy.deepcopy(plain), mesh)
         with AllFloat64():
             for batch in BATCHES.values():
                 here = {key: value.to(device_here()) for key, value in batch.items()}

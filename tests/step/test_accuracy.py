@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
+from tests.harness.long_rows import sharing_rows
 from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 
 def _one_way(model: Any, batches: list[Any]) -> float:
@@ -37,17 +37,19 @@ def _learned(family: str, batches: list[Any]) -> Any:
     return model
 
 
-def _beside(family: str, impl: Any, cp: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "impl", "cp"),
+    [("llama", "chunked", 1), ("gemma3", "chunked", 1), ("gemma3", "logits", 1), ("llama", "chunked", 2)],
+)
+@on_ranks(2)
+def test_it_is_that_of_plain_logits_and_counts_shared_rows_once(family: str, impl: Any, cp: int) -> None:
     rank, ranks = dist.get_rank() // cp, dist.get_world_size() // cp
     batches = ragged_batches(4 * ranks, batch_size=3)
     model = _learned(family, batches)
     expected = _one_way(model, batches), _one_way(model, batches[::2])
     assert 0.02 < expected[0] < 0.98
     own = batches[rank::ranks]
-    mesh = mesh_here(cp=cp)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    if cp > 1:
-        fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh_here(cp=cp))
     fs.prepare_loss(model, impl=impl)
     weighted = [{**batch, "loss_weights": torch.rand(batch["labels"].shape)} for batch in own]
     for window in (own, weighted):
@@ -60,13 +62,3 @@ def _beside(family: str, impl: Any, cp: int) -> None:
         assert fs.train_step(model, window, optimizer).token_accuracy == pytest.approx(expected[0], abs=1e-12)
     result = fs.train_step(model, own, optimizer, loss_fn=lambda model, batch: fs.loss_sum(model, batch)[0])
     assert result.token_accuracy != result.token_accuracy  # nan: what a loss of one's own counts is not known
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("impl", ["chunked", "logits"])
-def test_it_is_that_of_plain_logits(family: str, impl: str) -> None:
-    run_distributed(_beside, 2, family, impl, 1)
-
-
-def test_ranks_that_share_rows_count_each_target_once() -> None:
-    run_distributed(_beside, 2, "llama", "chunked", 2)

@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
+from tests.harness.long_rows import sharing_rows
 from tests.harness.models import VOCAB, tiny_model
 from tests.harness.ranks import on_ranks
-
-FLOAT32 = MixedPrecisionPolicy()
 
 
 def _batch(seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, Any]:
@@ -99,8 +97,7 @@ class _Said(logging.Handler):
 
 def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
     handler, logger = _Said(), logging.getLogger("fsdp_sft.step")
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
-    fs.use_context_parallel(model, mesh=mesh)
+    model = sharing_rows(tiny_model("llama"), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     logger.addHandler(handler)
     try:

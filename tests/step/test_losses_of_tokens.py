@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.long_rows import PADDED, batch_of, rows_of
+from tests.harness.long_rows import PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks
 from tests.plain import plain_token_losses
@@ -86,16 +86,11 @@ CASES: dict[str, Any] = {
 @pytest.mark.parametrize("kind", CASES)
 @on_ranks()
 def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
-    fs.init_distributed(device_type=device_here().type)
     shares = dist.get_world_size() // shape.get("cp", 1)
     share = dist.get_rank() // shape.get("cp", 1)
     mesh = mesh_here(**shape)
-    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": torch.float64}
     plain = tiny_model("qwen3", dtype=torch.float64)
-    model = fs.shard_model(copy.deepcopy(plain).to(device_here()), mesh=mesh, **options)
-    reference = fs.shard_model(_reference().to(device_here()), mesh=mesh, **options)
-    for one in (model, reference):
-        fs.use_context_parallel(one, mesh=mesh)
+    model, reference = (sharing_rows(one, mesh) for one in (copy.deepcopy(plain), _reference()))
     loss_of, make, count = CASES[kind]
     functions = {"loss_fn": lambda m, b: loss_of(fs.token_losses, m, reference, b), "count_fn": count}
     oracle, known = partial(loss_of, plain_token_losses), _reference()
@@ -138,10 +133,7 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
 
 @on_ranks(2, timeout=60)
 def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
-    fs.init_distributed(device_type=device_here().type)
-    mesh = mesh_here(cp=2)
-    model = fs.shard_model(tiny_model("qwen3").to(device_here()), mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    model = sharing_rows(tiny_model("qwen3"), mesh_here(cp=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = batch_of(rows_of([6, 15, 1, 9]), PADDED)
 

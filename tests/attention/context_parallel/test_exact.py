@@ -13,7 +13,7 @@ from tests.attention.context_parallel.gradients import largest_differences, shar
 from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of
+from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of, sharing_rows
 from tests.harness.models import tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
 
@@ -32,7 +32,6 @@ def _model(name: str, **overrides: Any) -> Any:
 def _check_exact(
     name: str, shape: dict[str, int], overrides: dict[str, Any], attention: str | None, kinds: list[str]
 ) -> None:
-    fs.init_distributed(device_type=device_here().type)
     model = _model(name, **overrides)
     if attention == "eager":
         model.set_attn_implementation("eager")
@@ -134,7 +133,6 @@ def test_heads_and_meshes(ranks: int, shape: dict[str, int], heads: int, keys: i
 
 @on_ranks(2)
 def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     # Tokens that see later ones, positions counted by the mask, a recurrence.
     for name in ("ElectraForCausalLM", "OPTForCausalLM", "MambaForCausalLM"):
@@ -171,16 +169,13 @@ def _apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 def _distances(name: str, dtype: torch.dtype) -> dict[str, list[tuple[float, float]]]:
     """Of rows in parts and of a plain process, how far loss and gradients of batches are from float64."""
-    fs.init_distributed(device_type=device_here().type)
     with quiet():
         model = tiny_architecture(name).float().train()
     # What both compute with are the rounded weights.
     truth, plain = copy.deepcopy(model).to(dtype).double(), copy.deepcopy(model).to(dtype)
     mesh = mesh_here(cp=2)
-    model = model.to(device_here())
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fs.shard_model(model, mesh=mesh, mp_policy=policy)
-    fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh, mp_policy=policy)
     found: dict[str, list[tuple[float, float]]] = {"in parts": [], "plain": []}
     for seed in range(4):
         rows = rows_of([9, 23, 1, 14, 17], seed=seed)

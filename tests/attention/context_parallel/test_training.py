@@ -22,7 +22,7 @@ from tests import plain
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.hf_folders import save_tiny
-from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of
+from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of, sharing_rows
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
 
@@ -35,15 +35,9 @@ def _start(
     """(a model whose ranks share rows, a plain copy on the CPU)."""
     model = tiny_model(family, dtype=dtype)
     oracle = copy.deepcopy(model)
-    model = model.to(device_here())
     if "sac" in options:
         fs.apply_sac(model, options.pop("sac"))
-    if "backend" in options:
-        fs.compile_blocks(model, backend=options.pop("backend"))
-    options.setdefault("mp_policy", MixedPrecisionPolicy())
-    fs.shard_model(model, mesh=mesh, master_dtype=dtype, **options)
-    fs.use_context_parallel(model, mesh=mesh)
-    return model, oracle
+    return sharing_rows(model, mesh, **options), oracle
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -64,7 +58,6 @@ def _plain_step(oracle: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) 
 )
 @on_ranks()
 def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], options: dict[str, Any]) -> None:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(**shape)
     # A recomputation does not see what AllFloat64 does.
     inside, close = (AllFloat64(), 1e-9) if "sac" not in options else (nullcontext(), 1e-6)
@@ -109,7 +102,6 @@ def _seen(windows: Any) -> list[Any]:
 
 @on_ranks(4)
 def test_one_rank_of_a_group_reads_for_all() -> None:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2, dp_shard=2)
     data = _rows_of_data(23)
     collator = fs.PackedCollator(max_length=40)
@@ -147,7 +139,6 @@ def test_one_rank_of_a_group_reads_for_all() -> None:
 
 @on_ranks(2)
 def test_an_error_of_who_reads_reaches_all() -> None:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
 
     def batches() -> Any:
@@ -164,7 +155,6 @@ def test_an_error_of_who_reads_reaches_all() -> None:
 
 
 def _check_refusals(folder: Path) -> None:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     model = tiny_model("qwen3").to(device_here())
     batch = batch_of(rows_of(LENGTHS), PACKED)
@@ -211,13 +201,10 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
 @on_ranks(4)
 def test_groups_do_not_make_up_for_each_other() -> None:
     """Two groups that have mixed up their batches, and fields that no loss looks at."""
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2, dp_shard=2)
     rank = dist.get_rank()
     crossed = [batch_of(rows_of(LENGTHS, seed=int(rank in (1, 2))), PACKED)]
-    model = tiny_model("qwen3").to(device_here())
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    model = sharing_rows(tiny_model("qwen3"), mesh)
     same = batch_of(rows_of(LENGTHS), PACKED)
     kinds = {**same, "token_type_ids": torch.full_like(same["input_ids"], rank % 2)}
     for batches in (crossed, [kinds]):
@@ -228,14 +215,11 @@ def test_groups_do_not_make_up_for_each_other() -> None:
 @on_ranks(2)
 def test_padding_on_the_left_does_not_see_filler() -> None:
     """A target told from padding, which sees nothing: eager attention then looks at all keys alike."""
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     model = tiny_model("qwen3")
     model.set_attn_implementation("eager")
     oracle = copy.deepcopy(model)
-    model = model.to(device_here())
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh)
     ids = rows_of([13], seed=3)[0][0][None]
     mask = (torch.arange(13) >= 5).long()[None]
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
@@ -247,7 +231,6 @@ def test_padding_on_the_left_does_not_see_filler() -> None:
 
 @on_ranks(3)
 def test_heads_that_do_not_divide_are_refused() -> None:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=3)
     model = tiny_model("qwen3").to(device_here())
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
@@ -257,7 +240,6 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 @on_ranks(2)
 def test_without_cp_any_model_is_left_alone() -> None:
-    fs.init_distributed()
     model = torch.nn.Linear(2, 2)
     fs.use_context_parallel(model, mesh=mesh_here())
     assert model(torch.ones(1, 2)).shape == (1, 2)
@@ -266,7 +248,6 @@ def test_without_cp_any_model_is_left_alone() -> None:
 
 
 def _check_resume(folder: str, cp: int, save: bool) -> list[float]:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=cp)
     share, shares = dist.get_rank() // cp, dist.get_world_size() // cp
     losses = []
