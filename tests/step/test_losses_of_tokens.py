@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
@@ -18,7 +17,7 @@ from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks
-from tests.plain import plain_token_losses
+from tests.plain import plain_token_losses, step as step_of
 
 BETA = 0.5
 LossesOf = Callable[[Any, Any], torch.Tensor]
@@ -104,11 +103,8 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
             found = [oracle(plain, known, batch) for batch in everything]
             divisor = sum(count(batch) for batch in everything)
             loss = sum(one for one, _ in found) / divisor
-            loss.backward()
-            norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
-            other.step()
-            other.zero_grad()
-            assert result.loss == pytest.approx(float(loss.detach()), rel=1e-9), step
+            total, norm = step_of(plain, [loss], [other], max_norm=1.0)
+            assert result.loss == pytest.approx(total, rel=1e-9), step
             assert result.grad_norm == pytest.approx(norm, rel=1e-9), step
             assert result.target_weight == pytest.approx(divisor, rel=1e-12)
             assert result.num_targets == round(divisor)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 from transformers.optimization import Adafactor
 
 import fsdp_sft as fs
+from tests import plain
 from tests.harness.device import device_type, mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
@@ -39,13 +40,9 @@ def _plain(model: Any, windows: list[list[Any]]) -> list[tuple[float, float]]:
     schedulers = _schedulers(optimizers)
     results = []
     for window in windows:
-        loss, gradients = oracle_gradients(model, window)
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name]
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for one in (*optimizers, *schedulers):
+        results.append(plain.step(model, [plain.mean_loss(model, window)], optimizers, max_norm=0.5))
+        for one in schedulers:
             one.step()
-        results.append((loss, float(norm)))
     return results
 
 
@@ -56,9 +53,9 @@ def _plain(model: Any, windows: list[list[Any]]) -> list[tuple[float, float]]:
 def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: Any, grad_sync: str) -> None:
     rank = dist.get_rank()
     windows = [ragged_batches(2 * ranks, seed=seed) for seed in range(3)]
-    plain = tiny_model("llama")
-    model = copy.deepcopy(plain)
-    expected = _plain(plain, windows)
+    beside = tiny_model("llama")
+    model = copy.deepcopy(beside)
+    expected = _plain(beside, windows)
     mesh = mesh_here(**mesh_shape)
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     optimizers = _two(model)
@@ -76,7 +73,7 @@ def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: An
         assert result.grad_norm == pytest.approx(norm, rel=1e-4)
     actual = {name: full(p.detach()) for name, p in model.named_parameters()}
     # Adam divides by the size of gradients that float32 knows to seven digits
-    assert largest_error(actual, {name: p.detach() for name, p in plain.named_parameters()}) <= 1e-4
+    assert largest_error(actual, {name: p.detach() for name, p in beside.named_parameters()}) <= 1e-4
 
 
 def test_an_inf_in_one_of_them_skips_all() -> None:
@@ -202,13 +199,13 @@ def test_what_would_step_otherwise_is_refused() -> None:
 def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     window = ragged_batches(2 * ranks)
-    plain = tiny_model("llama")
-    _, gradients = oracle_gradients(plain, window)
+    beside = tiny_model("llama")
+    _, gradients = oracle_gradients(beside, window)
     for name, options in [*((name, {}) for name in PLAIN), *LACKING.items()]:
-        expected = copy.deepcopy(plain)
+        expected = copy.deepcopy(beside)
         for key, parameter in expected.named_parameters():
             parameter.grad = gradients[key]
-        model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        model = fs.shard_model(copy.deepcopy(beside), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         make: Any = getattr(torch.optim, name)
         optimizer = make(model.parameters(), lr=1e-3, **options)
         refused = ""

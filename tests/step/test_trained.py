@@ -16,11 +16,11 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.models import (
     full,
     largest_error,
-    oracle_loss,
     ragged_batches,
     tiny_model,
 )
 from tests.harness.ranks import on_ranks
+from tests.plain import mean_loss, step
 
 
 def _sharded(model: Any = None, **shape: int) -> Any:
@@ -169,8 +169,6 @@ def test_what_is_frozen_while_it_is_gathered_stays_frozen(kept: bool) -> None:
         with torch.no_grad():
             model(input_ids=batches[0]["input_ids"])
         fs.train_step(model, batches[dist.get_rank() :: 2], optimizers[0], max_grad_norm=None)
-        oracle_loss(plain, batches).backward()
-        optimizers[1].step()
-        plain.zero_grad()
+        step(plain, [mean_loss(plain, batches)], [optimizers[1]])
     values = {name: full(parameter) for name, parameter in model.named_parameters()}
     assert largest_error(values, {n: p.detach().cpu() for n, p in plain.named_parameters()}) <= 1e-5
