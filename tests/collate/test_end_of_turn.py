@@ -1,6 +1,7 @@
 """What ends an answer is trained, or it is said that nothing does."""
 
 import warnings
+from typing import Any
 
 import pytest
 
@@ -9,41 +10,76 @@ from tests.collate.written import ROW, tokenizer, turns
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
 
+_CLOSING = "<|close|>response<|sep|><|open|>end<|msg|>"
+_CALLS = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}"
+    "{% endfor %}"
+    "{% if message.role == 'assistant' %}{{ '<|close|>x<|msg|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_TAGS = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.role == 'assistant' %}"
+    "{{ '<|START_TEXT|>' + message.content + '<|END_TEXT|>' }}{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><|START_THINKING|>' }}{% endif %}"
+)
 
-def test_generation_goes_on_to_eos() -> None:
-    closing = "<|close|>response<|sep|><|open|>end<|msg|>"
-    own = tokenizer(
-        turns("'<|' + message.role + '|>'", closing), "<|close|>", "<|sep|>", "<|msg|>", eos="<|msg|>"
-    )
-    assert shown(ROW, own) == (f"<|user|>q<|assistant|>⟦one{closing}⟧<|user|>r<|assistant|>⟦two{closing}⟧")
+
+def _calling(arguments: Any, *more: dict[str, str]) -> dict[str, Any]:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"messages": [{"role": "user", "content": "q"}, asked, *more]}
 
 
-def test_eos_that_closes_the_conversation_closes_no_turn() -> None:
-    own = tokenizer(
-        turns("'<|' + message.role + '|>\n'", "<|im_end|>\n", "<|im_end|>\n</s>"), "<|user|>", "<|assistant|>"
-    )
-    assert shown(ROW, own).endswith("⟦two<|im_end|>⟧\n</s>")
+# By what ends an answer: a tokenizer with the template and its tokens, a row, and how the row is shown.
+ENDS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "the EOS token behind other tokens": (
+        tokenizer(
+            turns("'<|' + message.role + '|>'", _CLOSING), "<|close|>", "<|sep|>", "<|msg|>", eos="<|msg|>"
+        ),
+        ROW,
+        f"<|user|>q<|assistant|>⟦one{_CLOSING}⟧<|user|>r<|assistant|>⟦two{_CLOSING}⟧",
+    ),
+    "another token than EOS, which closes the conversation": (
+        tokenizer(
+            turns("'<|' + message.role + '|>\n'", "<|im_end|>\n", "<|im_end|>\n</s>"),
+            "<|user|>",
+            "<|assistant|>",
+        ),
+        ROW,
+        "⟦two<|im_end|>⟧\n</s>",
+    ),
+    "the EOS token behind another one, after calls": (
+        tokenizer(_CALLS, "<|close|>", "<|msg|>", "</call>", eos="<|msg|>"),
+        _calling({}, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}),
+        "<|user|>q<|assistant|>⟦<call>f</call><|close|>x<|msg|>⟧<|tool|>r<|assistant|>⟦a<|close|>x<|msg|>⟧",
+    ),
+    "a tag, where one begins the answer as one of the prompt's begins": (
+        tokenizer(
+            _TAGS,
+            *("<|START_TEXT|>", "<|START_THINKING|>", "<|END_TEXT|>", "<|user|>", "<|assistant|>"),
+            eos="<|END_TEXT|>",
+        ),
+        chat("q", "a"),
+        "<|user|>q<|assistant|>⟦<|START_TEXT|>a<|END_TEXT|>⟧",
+    ),
+    "what follows nested arguments printed as Python": (
+        tokenizer(
+            ct.CHATML.replace(
+                "'arguments': call.function.arguments} | tojson)", "'a': call.function.arguments} | string)"
+            )
+        ),
+        _calling({"deep": {"a": ["x y", 1, True], "b": None}}),
+        "⟦\n<tool_call>\n{'name': 'f', 'a': {'deep': {'a': ['x y', 1, True], 'b': None}}}\n</tool_call>"
+        "<|im_end|>⟧\n",
+    ),
+}
 
 
-def test_eos_of_a_turn_with_calls_is_found_behind_another_token() -> None:
-    template = (
-        "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
-        "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}"
-        "{% endfor %}"
-        "{% if message.role == 'assistant' %}{{ '<|close|>x<|msg|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-    )
-    own = tokenizer(template, "<|close|>", "<|msg|>", "</call>", eos="<|msg|>")
-    call = {"function": {"name": "f", "arguments": {}}}
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "r"},
-        {"role": "assistant", "content": "a"},
-    ]
-    assert shown({"messages": messages}, own) == (
-        "<|user|>q<|assistant|>⟦<call>f</call><|close|>x<|msg|>⟧<|tool|>r<|assistant|>⟦a<|close|>x<|msg|>⟧"
-    )
+@pytest.mark.parametrize("what", ENDS)
+def test_an_answer_is_trained_through_what_ends_it(what: str) -> None:
+    own, row, expected = ENDS[what]
+    assert shown(row, own).endswith(expected)
 
 
 def test_an_end_of_turn_that_is_no_token_is_trained_as_text_with_a_warning() -> None:
@@ -77,17 +113,6 @@ def test_a_last_answer_without_an_end_is_counted() -> None:
             _, counts = filter_rows([ROW], own)
         assert counts == {"kept": 1, "no_end_of_turn": 1}
         assert "pass a chat_template= that writes the token there" in counts.examples["no_end_of_turn"][0]
-
-
-def test_a_tag_of_the_answer_that_begins_like_one_of_the_prompt_is_trained() -> None:
-    template = (
-        "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.role == 'assistant' %}"
-        "{{ '<|START_TEXT|>' + message.content + '<|END_TEXT|>' }}{% else %}{{ message.content }}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><|START_THINKING|>' }}{% endif %}"
-    )
-    tokens = ("<|START_TEXT|>", "<|START_THINKING|>", "<|END_TEXT|>", "<|user|>", "<|assistant|>")
-    own = tokenizer(template, *tokens, eos="<|END_TEXT|>")
-    assert shown(chat("q", "a"), own) == "<|user|>q<|assistant|>⟦<|START_TEXT|>a<|END_TEXT|>⟧"
 
 
 def test_the_whole_header_of_reasoning_is_left_out_with_it() -> None:
@@ -134,25 +159,6 @@ def test_a_call_without_a_text_to_mark() -> None:
         assert shown({"messages": messages}, own).endswith(
             f"<|assistant|>⟦add{text}<|im_end|>⟧<|tool|>add:3<|assistant|>⟦a<|im_end|>⟧"
         )
-
-
-def test_nested_arguments_printed_as_python() -> None:
-    template = ct.CHATML.replace(
-        "'arguments': call.function.arguments} | tojson)", "'a': call.function.arguments} | string)"
-    )
-    assert template != ct.CHATML
-    own = tokenizer(template)
-    call = {"function": {"name": "f", "arguments": {"deep": {"a": ["x y", 1, True], "b": None}}}}
-    row = {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-    }
-    assert (
-        "{'name': 'f', 'a': {'deep': {'a': ['x y', 1, True], 'b': None}}}"
-        in shown(row, own).partition("⟦")[2]
-    )
 
 
 # --- an end that only past answers have -------------------------------------------------------------------

@@ -18,32 +18,31 @@ def assistant(content: Any = "", **keys: Any) -> dict[str, Any]:
     return {"messages": [USER, {"role": "assistant", "content": content, **keys}]}
 
 
+def sharegpt(who: str, value: str, **keys: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": "q"}, {"from": who, "value": value, **keys}]}
+
+
 def with_arguments(**arguments: Any) -> dict[str, Any]:
     return assistant(tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "same"),
     [
-        assistant(tool_calls=[{"name": "f", "parameters": {"x": "y"}}]),
-        assistant(function_call={"name": "f", "arguments": '{"x": "y"}'}),
-        {"conversations": [{"from": "human", "value": "q"},
-                           {"from": "function_call", "value": '{"name": "f", "parameters": {"x": "y"}}'}]},
-        {"conversations": [{"from": "human", "value": "q"},
-                           {"from": "gpt", "value": "",
-                            "tool_calls": [{"name": "f", "arguments": {"x": "y"}}]}]},
+        (assistant(tool_calls=[{"name": "f", "parameters": {"x": "y"}}]), with_arguments(x="y")),
+        (assistant(function_call={"name": "f", "arguments": '{"x": "y"}'}), with_arguments(x="y")),
+        (sharegpt("function_call", '{"name": "f", "parameters": {"x": "y"}}'), with_arguments(x="y")),
+        (sharegpt("gpt", "", tool_calls=[{"name": "f", "arguments": {"x": "y"}}]), with_arguments(x="y")),
+        (sharegpt("gpt", "a", reasoning_content="hm"), assistant("a", reasoning_content="hm")),
+        (
+            assistant([{"type": "reasoning", "reasoning": "", "text": "hm"}, {"type": "text", "text": "C"}]),
+            assistant("C", reasoning_content="hm"),
+        ),
     ],
-)  # fmt: skip
-def test_calls_in_other_words(row: dict[str, Any]) -> None:
-    assert shown(row) == shown(with_arguments(x="y"))
-
-
-def test_reasoning_of_sharegpt() -> None:
-    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "reasoning_content": "hm"}]
-    tokenizer = ct.byte_tokenizer("chatml", template=ct.CHATML_REASONING)
-    assert shown({"conversations": turns}, tokenizer) == shown(
-        assistant("a", reasoning_content="hm"), tokenizer
-    )
+)
+def test_the_same_in_other_words(row: dict[str, Any], same: dict[str, Any]) -> None:
+    tokenizer = ct.byte_tokenizer("chatml", template=ct.CHATML_REASONING if "hm" in str(row) else ct.CHATML)
+    assert shown(row, tokenizer) == shown(same, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +69,6 @@ def test_rows_that_are_refused(row: dict[str, Any], says: str) -> None:
         encode_chat(row, TOKENIZERS["chatml"])
     kept, counts = filter_rows([chat("a", "b"), row], TOKENIZERS["chatml"], on_error="count")
     assert (len(kept), counts["malformed"]) == (1, 1)
-
-
-def test_an_empty_key_does_not_win() -> None:
-    parts = [{"type": "reasoning", "reasoning": "", "text": "hm"}, {"type": "text", "text": "C"}]
-    tokenizer = ct.byte_tokenizer("chatml", template=ct.CHATML_REASONING)
-    assert shown(assistant(parts), tokenizer) == shown(assistant("C", reasoning_content="hm"), tokenizer)
 
 
 @pytest.mark.parametrize("number", [73519999991537, 73510000001537, -1, 1e300, 10**30])

@@ -142,28 +142,47 @@ def test_a_stop_token_that_takes_the_white_space_around_it():
     ]
 
 
-def test_an_end_of_turn_token_that_was_added_as_an_ordinary_one():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.add_tokens(["<stop>", "</tool>"])
-    tokenizer.chat_template = ct.CHATML.replace("<|im_end|>", "<stop>")
-    assert shown(chat("a", "b", "c", "d"), tokenizer).count("⟦b<stop>⟧") == 1
+_WHY = {"role": "assistant", "content": "b", "reasoning_content": "why"}
+_THOUGHTS = ("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\nd")
+# By what is special: the template, further tokens, a row, and ends of it as it is shown or parts.
+TEMPLATES = {
+    "an end-of-turn token that was added as an ordinary one": (
+        ct.CHATML.replace("<|im_end|>", "<stop>"), ["<stop>", "</tool>"], chat("a", "b", "c", "d"), "⟦b<stop>⟧",
+    ),
+    "a token that closes the answer in front of the stop token": (
+        ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'"), [], chat("a", "b", "c", "d"),
+        "⟦b<|end|><|im_end|>⟧\n",
+    ),
+    "thinking that the generation prompt opens": (
+        ct.QWEN3.replace(ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")), [],
+        chat(*_THOUGHTS), "<|im_start|>assistant\n<think>\n⟦new\n</think>\n\nd<|im_end|>⟧\n",
+    ),
+    "thinking of the past": (
+        ct.QWEN3.replace(ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")), [],
+        chat(*_THOUGHTS), "<|im_start|>assistant\n⟦b<|im_end|>⟧\n",
+    ),
+    "tags that leave something out": (
+        ct.CHATML_TAGGED.replace(
+            "{% generation %}{{ message.content }}",
+            "{{ '(note)' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '(note)' }}"
+            "{% generation %}"
+            "{% if message.reasoning_content %}{{ message.reasoning_content }}{% endif %}",
+        ),
+        [], {"messages": [*chat("a")["messages"], _WHY]}, "(note)⟦b⟧(note)⟦why<|im_end|>⟧\n",
+    ),
+    "a header quoted by the template itself": (
+        "{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML, [], chat("", "b"),
+        "<|im_start|>assistant\n⟦b<|im_end|>⟧\n",
+    ),
+}  # fmt: skip
 
 
-def test_a_token_that_closes_the_answer_in_front_of_the_stop_token():
-    tokenizer = ct.byte_tokenizer(
-        "chatml-eos", template=ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'")
-    )
-    assert "⟦b<|end|><|im_end|>⟧\n" in shown(chat("a", "b", "c", "d"), tokenizer)
-
-
-def test_thinking_that_the_generation_prompt_opens_is_not_trained():
-    tokenizer = ct.byte_tokenizer(
-        "chatml-eos",
-        template=ct.QWEN3.replace(ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")),
-    )
-    text = shown(chat("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\nd"), tokenizer)
-    assert "<|im_start|>assistant\n⟦b<|im_end|>⟧\n" in text
-    assert text.endswith("<|im_start|>assistant\n<think>\n⟦new\n</think>\n\nd<|im_end|>⟧\n")
+@pytest.mark.parametrize("what", TEMPLATES)
+def test_what_is_trained_with_a_template_that_has(what):
+    template, tokens, row, expected = TEMPLATES[what]
+    tokenizer = ct.byte_tokenizer("chatml-eos" if "token" not in what else "chatml", template=template)
+    tokenizer.add_tokens(tokens)
+    assert shown(row, tokenizer).count(expected) == 1
 
 
 def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
@@ -174,21 +193,6 @@ def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
     _, counts = filter_rows([row, chat("a", "<think>c</think>b")], tokenizer)
     assert counts == {"kept": 2, "empty_reasoning": 1}
     assert list(counts.indices["empty_reasoning"]) == [0]
-
-
-def test_tags_leave_out_what_they_do_not_cover():
-    tokenizer = ct.byte_tokenizer(
-        "chatml",
-        template=ct.CHATML_TAGGED.replace(
-            "{% generation %}{{ message.content }}",
-            "{{ '(note)' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '(note)' }}"
-            "{% generation %}"
-            "{% if message.reasoning_content %}{{ message.reasoning_content }}{% endif %}",
-        ),
-    )
-    row = chat("a", "b")
-    row["messages"][1]["reasoning_content"] = "why"
-    assert shown(row, tokenizer).endswith("(note)⟦b⟧(note)⟦why<|im_end|>⟧\n")
 
 
 @pytest.mark.parametrize("capture", ["macro", "set", None])
@@ -215,13 +219,6 @@ def test_tags_that_count_from_elsewhere_do_not_tell_a_start(capture):
     else:
         with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
             encode_chat(row, tokenizer)
-
-
-def test_a_header_quoted_by_the_template_itself():
-    tokenizer = ct.byte_tokenizer(
-        "chatml", template="{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML
-    )
-    assert shown(chat("", "b"), tokenizer).endswith("<|im_start|>assistant\n⟦b<|im_end|>⟧\n")
 
 
 def test_templates_that_depend_on_what_the_user_wrote():
