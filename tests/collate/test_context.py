@@ -1,6 +1,5 @@
 """What a template leaves out in front of an answer, and rows of which less is trained than it seems."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -59,14 +58,13 @@ def test_what_is_not_printed_in_front_of_an_answer_is_counted(template: str, row
     assert "leaves out a text of the system" in counts.examples["context_dropped"][0]
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("template", [PRINTS_ALL, FOLDED, NO_SYSTEM])
 @pytest.mark.parametrize("system", ["You answer in French.", "", "  \n"])
 def test_what_is_printed_or_blank_is_not_counted(template: str, system: str) -> None:
     if template == NO_SYSTEM and system.strip():
         pytest.skip("counted, as above")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([_row(system=system)], _tokenizer(template))[1] == {"kept": 1}
+    assert filter_rows([_row(system=system)], _tokenizer(template))[1] == {"kept": 1}
 
 
 def test_rows_that_are_opened_again_warn_again(tmp_path: Any) -> None:

@@ -15,12 +15,11 @@ from tests.collate.written import ROW, tokenizer, turns
 from tests.harness.chats import chat, shown
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_question_without_an_answer_has_no_prompt_to_differ() -> None:
     template = turns("'<|' + message.role + '|>'", "<|end|>").replace("'assistant' + '|>' }}", "'a|>' }}")
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, counts = filter_rows([chat("q")], own, train_on={"user"})
+    _, counts = filter_rows([chat("q")], own, train_on={"user"})
     assert "prompt_differs" not in counts
 
 
@@ -64,6 +63,7 @@ def test_a_header_that_no_prompt_writes_is_the_models(more: str) -> None:
     assert shown(ROW, own).endswith("<|assistant|>\n⟦two<|end|>⟧" if more else "⟦<|assistant|>\ntwo<|end|>⟧")
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("first", [0, 3])
 def test_headers_that_number_the_turns(first: int) -> None:
     number = f"(loop.index + {first}) ~ '\n'"
@@ -72,9 +72,7 @@ def test_headers_that_number_the_turns(first: int) -> None:
     )
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
     row = chat("q", "4 and 6", "r", "2", "s", "8\nsix")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, counts = filter_rows([row], own)
+    _, counts = filter_rows([row], own)
     assert counts == {"kept": 1}
     assert shown(row, own) == "".join(
         f"<|user|> {first + n}\n{question}<|assistant|> {first + n + 1}\n⟦{answer}<|end|>⟧"
@@ -94,6 +92,7 @@ def test_numbers_that_only_rows_have_are_refused() -> None:
         encode_chat(chat(("system", "s"), "q", "one", "r", "two"), own)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
     template = (
         "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.reasoning_content %}"
@@ -104,9 +103,7 @@ def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
     row = chat("q", "one")
     row["messages"][1]["reasoning_content"] = "why"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([row], own)[1] == {"kept": 1}
+    assert filter_rows([row], own)[1] == {"kept": 1}
     assert shown(row, own) == "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧"
 
 
@@ -120,6 +117,7 @@ HEADS = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("depends_on", HEADS)
 def test_a_prompt_may_depend_on_anything(depends_on: str) -> None:
     """What the row has in front of an answer is exactly the prompt, so it is never trained."""
@@ -134,9 +132,7 @@ def test_a_prompt_may_depend_on_anything(depends_on: str) -> None:
     row = chat("q", "one", "r", "two", ("tool", "result"), "three", "s", "four", ("user", "t"), "five")
     row["messages"].insert(0, {"role": "system", "content": "Be brief."})
     row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([row], own)[1] == {"kept": 1}
+    assert filter_rows([row], own)[1] == {"kept": 1}
     text = shown(row, own)
     answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     assert re.findall(r"⟦(.*?)⟧", text, re.DOTALL) == [f"{answer}<|end|>" for answer in answers]
@@ -218,15 +214,15 @@ def test_an_added_token_may_hold_the_end_of_the_prompt_too() -> None:
     assert filter_rows([chat("q", " Hello")], own)[1] == {"kept": 1}, "it is the same token in the prompt"
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_few_first_letters_are_no_reason_to_warn() -> None:
     own = joining(":a")
     own.chat_template = turns("message.role + ':'", "</s>\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, counts = filter_rows([chat("q", "The answer"), ROW, ROW, chat("q", "all")], own)
+    _, counts = filter_rows([chat("q", "The answer"), ROW, ROW, chat("q", "all")], own)
     assert counts == {"kept": 4, "start_in_a_token": 1}
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_first_question_with_a_text_of_its_own_has_a_prompt() -> None:
     template = (
         "{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + message.content + "
@@ -234,9 +230,7 @@ def test_a_first_question_with_a_text_of_its_own_has_a_prompt() -> None:
         "{{ message.content + '</s>' }}{% endif %}{% endfor %}"
     )
     own = tokenizer(template, "[INST]", "[/INST]")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([ROW], own)[1] == {"kept": 1}
+    assert filter_rows([ROW], own)[1] == {"kept": 1}
     assert shown(ROW, own).count("[/INST]⟦") == 2
 
 

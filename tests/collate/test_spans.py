@@ -147,7 +147,8 @@ _THOUGHTS = ("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\
 # By what is special: the template, further tokens, a row, and ends of it as it is shown or parts.
 TEMPLATES = {
     "an end-of-turn token that was added as an ordinary one": (
-        ct.CHATML.replace("<|im_end|>", "<stop>"), ["<stop>", "</tool>"], chat("a", "b", "c", "d"), "⟦b<stop>⟧",
+        ct.CHATML.replace("<|im_end|>", "<stop>"), ["<stop>", "</tool>"], chat("a", "b", "c", "d"),
+        "⟦b<stop>⟧",
     ),
     "a token that closes the answer in front of the stop token": (
         ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'"), [], chat("a", "b", "c", "d"),
