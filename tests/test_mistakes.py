@@ -195,25 +195,26 @@ def test_ids_that_are_no_integers(call: str) -> None:
         fs.evaluate(model, batches) if call == "evaluate" else fs.train_step(model, batches, _sgd(model))
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_schedule_that_is_stepped_twice() -> None:
     model, batches = tiny_model("llama"), ragged_batches(1)
     optimizer = _sgd(model)
     fs.train_step(model, batches, optimizer)
     schedule = LambdaLR(optimizer, lambda step: float(step > 0))  # a new one, which begins at 0
     silent = [{**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}]
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-    saved = schedule.state_dict()
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-    schedule.load_state_dict(saved)  # a step of the past
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-    warnings.filterwarnings("ignore", message="a window has no targets")
-    assert fs.train_step(model, silent, optimizer, scheduler=schedule).skipped
-    schedule.step()  # which train_step has not done
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-    own: Any = SimpleNamespace(optimizer=optimizer, step=lambda: None, last_epoch=None)  # without a hash
-    fs.train_step(model, batches, optimizer, scheduler=own)
-    fs.train_step(model, batches, optimizer, scheduler=own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        saved = schedule.state_dict()
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        schedule.load_state_dict(saved)  # a step of the past
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        warnings.filterwarnings("ignore", message="a window has no targets")
+        assert fs.train_step(model, silent, optimizer, scheduler=schedule).skipped
+        schedule.step()  # which train_step has not done
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        own: Any = SimpleNamespace(optimizer=optimizer, step=lambda: None, last_epoch=None)  # without a hash
+        fs.train_step(model, batches, optimizer, scheduler=own)
+        fs.train_step(model, batches, optimizer, scheduler=own)
     fs.train_step(model, batches, optimizer, scheduler=schedule)
     schedule.step()
     (told,) = _step(model, optimizer, scheduler=schedule)
