@@ -82,17 +82,16 @@ def test_shift_labels_and_batches_without_targets() -> None:
 
 def test_what_cannot_be_given_is_refused() -> None:
     model, batch = tiny_model("llama"), ragged_batches(1)[0]
-    with pytest.raises(fs.BatchError, match="needs 'labels'"):
-        fs.token_losses(model, {"input_ids": batch["input_ids"]})
-    with pytest.raises(fs.BatchError, match="must be aligned"):
-        fs.token_losses(model, {**batch, "labels": batch["labels"][:, 1:]})
-    with pytest.raises(fs.ModelLossError, match="encoder-decoder"):
-        fs.token_losses(tiny_model("t5"), batch)
-    with pytest.raises(ValueError, match=r"labels must be -100 or in \[0, 101\)"):
-        fs.token_losses(model, {**batch, "labels": batch["labels"] + 2 * VOCAB})
     packed = {**BATCHES[PACKED], "attention_mask": torch.ones_like(BATCHES[PACKED]["input_ids"])}
-    with pytest.raises(fs.PackingError):
-        fs.token_losses(model, packed)
+    for error, message, one, given in (
+        (fs.BatchError, "needs 'labels'", model, {"input_ids": batch["input_ids"]}),
+        (fs.BatchError, "must be aligned", model, {**batch, "labels": batch["labels"][:, 1:]}),
+        (fs.ModelLossError, "encoder-decoder", tiny_model("t5"), batch),
+        (ValueError, r"-100 or in \[0, 101\)", model, {**batch, "labels": batch["labels"] + 2 * VOCAB}),
+        (fs.PackingError, "position_ids", model, packed),
+    ):
+        with pytest.raises(error, match=message):
+            fs.token_losses(one, given)
     losses = fs.token_losses(model, batch)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(losses.sum(), [*model.parameters()], create_graph=True)

@@ -1,6 +1,7 @@
 """The first window: recognised mistakes are errors on all ranks, what may be meant is one warning."""
 
 import logging
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
@@ -86,17 +87,8 @@ def test_what_is_no_mistake_is_trained(case: str) -> None:
     assert not fs.train_step(model, [_right()[case]], optimizer).skipped
 
 
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
-    handler, logger = _Said(), logging.getLogger("fsdp_sft.step")
+    handler, logger = BufferingHandler(100), logging.getLogger("fsdp_sft.step")
     model = sharing_rows(tiny_model("llama"), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     logger.addHandler(handler)
@@ -105,7 +97,7 @@ def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
             fs.train_step(model, window, optimizer)
     finally:
         logger.removeHandler(handler)
-    return handler.said
+    return [record.getMessage() for record in handler.buffer if record.levelno >= logging.WARNING]
 
 
 @on_ranks(4, timeout=60)

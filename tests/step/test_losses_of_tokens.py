@@ -21,7 +21,6 @@ from tests.plain import plain_token_losses, step as step_of
 
 BETA = 0.5
 LossesOf = Callable[[Any, Any], torch.Tensor]
-MESHES = [(1, {}), (2, {}), (2, {"cp": 2})]
 
 
 def _reference(seed: int = 3) -> Any:
@@ -81,8 +80,10 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "shape"), MESHES)
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "shape"),
+    [("dpo", 1, {}), ("dpo", 2, {}), ("dpo", 2, {"cp": 2}), ("weighted", 2, {"cp": 2})],
+)
 @on_ranks()
 def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
     shares = dist.get_world_size() // shape.get("cp", 1)
