@@ -111,10 +111,9 @@ BESIDE: dict[str, str] = {
         for index in range(3, 8)
     },
     # Whole loops of others, and launchers beyond torchrun.
-    **{
-        f"tests/{module}.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"
-        for module in ("ports/test_training", "test_ports")
-    },
+    "tests/ports/test_training.py::": (
+        "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"
+    ),
     "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (
         "tests/ranks/test_distributed.py::test_torchrun"
     ),
@@ -145,7 +144,7 @@ BESIDE: dict[str, str] = {
         for pages in ("explanation/", "how-to/", "tutorials/", "index.md")
     },
     # The simulator itself: what it computes is compared by every test that uses it.
-    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "failures", "waits")},
+    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "waits")},
 }
 
 

@@ -360,7 +360,7 @@ MISTAKES: list[Mistake] = [
         "step/loader.py",
         '            waiting.enter_context(waiting_for("ranks"))\n',
         "",
-        ("tests/metrics/test_watching.py::test_waiting_for_another_ranks_data_is_seen",),
+        ("tests/metrics/test_metrics.py::test_waiting_for_another_ranks_data_is_seen",),
     ),
     Mistake(
         "a schedule that the caller steps too is nobody's",
