@@ -197,14 +197,14 @@ MISTAKES = [
         "_ranks/tree.py",
         "        message = _send(group, child, message) or message",
         '        _send(group, child, message if isinstance(message, bytes) else b"")',
-        ("tests/ranks/test_tree.py",),
+        ("tests/ranks/test_agree.py",),
     ),
     Mistake(
         "ranks connect so late that the end of one is not noticed",
         "_ranks/agree.py",
         '            through_root(group, b"", lambda everyone: b"")\n',
         "",
-        ("tests/ranks/test_distributed.py", "tests/ranks/test_tree.py"),
+        ("tests/ranks/test_distributed.py", "tests/ranks/test_agree.py"),
     ),
     Mistake(
         "rank 0 decides although a rank has failed",

@@ -20,7 +20,7 @@ MISTAKES = [
         "step/window.py",
         "        made.data = to_device(batch.data, device)\n        return made\n",
         "        return to_device(batch.data, device)\n",
-        ("tests/step/test_kinds_of_batches.py",),
+        ("tests/step/test_own_loss.py",),
     ),
     Mistake(
         "an encoding does not depend on the options",

@@ -59,7 +59,7 @@ MISTAKES = [
         "step/objective.py",
         "self.loss + found.summed.detach(), self.correct + found.correct",
         "self.loss + found.summed.detach(), found.correct",
-        ("tests/step/test_accuracy.py",),
+        ("tests/step/test_evaluation.py",),
     ),
     Mistake(
         "a global batch of each rank",

@@ -5,7 +5,7 @@ from tests.mistakes.mistake import Mistake
 PACKS = ("tests/sampling/packing/test_first_use.py",)
 MESHES = ("tests/ranks/test_meshes.py",)
 WRAPPERS = ("tests/model/test_wrappers.py",)
-HEADS = ("tests/loss/test_heads.py",)
+HEADS = ("tests/loss/test_prepare.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
         "an embedding is gathered anew for each token that is generated",

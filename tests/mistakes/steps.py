@@ -101,7 +101,7 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "            forget_unscaled(scaler)",
         "            pass",
-        ("tests/step/test_scaler.py",),
+        ("tests/step/test_optimizers.py",),
     ),
     Mistake(
         "an error that cannot be described is not sent",
