@@ -96,7 +96,7 @@ BESIDE: dict[str, str] = {
         "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[None]"
     ),
     f"{_EXPERTS}[1-shape4-padded-sac compile]": f"{_EXPERTS}[1-shape0-padded-sac watched first]",
-    "tests/attention/context_parallel/test_order.py::test_ranks_begin_their_collectives_in_one_order": (
+    "tests/attention/context_parallel/test_training.py::test_ranks_begin_their_collectives_in_one_order": (
         f"{_STEPS}[4-shape2-options2]"
     ),
     # More draws of the planner's configurations.

@@ -10,8 +10,7 @@ import transformers as tf
 
 from fsdp_sft.collate import encode_chat, filter_rows
 from fsdp_sft.errors import ChatTemplateError
-from tests.collate.template_tokenizers import tokenizer_for
-from tests.collate.written import ROW, tokenizer, turns
+from tests.collate.template_tokenizers import ROW, tokenizer, tokenizer_for, turns
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
 

@@ -238,7 +238,7 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
     assert fused >= 0.9 * (len(class_names()) - refused) > 120
 
 
-# --- the loss without logits where peft has changed the head, somebody hooks it, or its scale changes later ---
+# --- heads that peft has changed, that somebody hooks, or whose scale changes later ---
 
 
 def _window(model: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
