@@ -133,8 +133,8 @@ BESIDE: dict[str, str] = {
         )
         for case in ("spawn-plain", "forkserver-plain", "fork-plain")
     },
-    "tests/sampling/packing/test_cost.py::test_no_rank_waits_long[32768-": (
-        "tests/sampling/packing/test_cost.py::test_no_rank_waits_long[4096-8-10000-1.01]"
+    "tests/sampling/packing/test_packs.py::test_no_rank_waits_long[32768-": (
+        "tests/sampling/packing/test_packs.py::test_no_rank_waits_long[4096-8-10000-1.01]"
     ),
     # The code of pages: every block is looked at by ``test_every_python_block_is_run_or_marked``.
     **{

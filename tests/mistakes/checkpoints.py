@@ -127,7 +127,7 @@ MISTAKES = [
         "step/loader.py",
         "if sampler is batches or (isinstance(loader, DataLoader) and batches is None):",
         "if sampler is batches:",
-        ("tests/sampling/test_sampler.py",),
+        ("tests/sampling/test_orders.py",),
     ),
     Mistake(
         "a step that is pruned while it is read is taken for damaged",
@@ -176,7 +176,7 @@ MISTAKES = [
         "_process/identity.py",
         'Path("/proc/sys/kernel/random/boot_id").read_text().strip()',
         '""',
-        ("tests/process/test_process.py",),
+        ("tests/process/test_limits.py",),
     ),
     Mistake(
         "a file that must not be read is taken for damaged",

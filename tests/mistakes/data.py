@@ -5,7 +5,7 @@ from tests.mistakes.mistake import Mistake
 COLLATOR = ("tests/collate/test_collator.py",)
 ENCODED = ("tests/collate/test_encoded.py",)
 ORDERS = ("tests/sampling/test_orders.py",)
-COST = ("tests/sampling/packing/test_cost.py",)
+COST = ("tests/sampling/packing/test_packs.py",)
 TERMS = ("tests/loss/test_terms.py",)
 MISTAKES = [
     Mistake(

@@ -80,7 +80,7 @@ MISTAKES: list[Mistake] = [
         "loss/causal.py",
         "        verify_at_first_use(model, [batch], mesh)",
         "        pass",
-        ("tests/sampling/packing/test_first_use.py",),
+        ("tests/sampling/packing/test_verify.py",),
     ),
     Mistake(
         "gradients of a window that was given up are kept",
