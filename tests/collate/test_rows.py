@@ -27,6 +27,7 @@ from tests.harness.chats import TOKENIZERS, chat, shown
                       {"role": "assistant", "content": [{"type": "text", "value": "b"}],
                        "tool_calls": None}]},
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]},
         {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
         {"instruction": "a", "output": "b"},
         {"instruction": "a", "input": "", "output": "b", "system": "", "history": None},
@@ -439,11 +440,6 @@ def test_rows_of_numpy() -> None:
     given["messages"][3]["weight"] = 0
     assert shown(numpy_row) == shown(given)
     assert read_row(numpy_row).trained == [True, True, True, False]
-
-
-def test_what_sharegpt_calls_a_model_is_the_assistant() -> None:
-    given = {"conversations": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}
-    assert "⟦b<|im_end|>⟧" in shown(given)
 
 
 MINISTRAL = (
