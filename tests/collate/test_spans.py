@@ -156,25 +156,29 @@ def test_a_stop_token_that_takes_the_white_space_around_it():
 
 _WHY = {"role": "assistant", "content": "b", "reasoning_content": "why"}
 _THOUGHTS = ("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\nd")
-# By what is special: the template, further tokens, a row, and ends of it as it is shown or parts.
+# By what is special: the tokens, the template, further tokens, a row, and what is in it once as it is shown.
 TEMPLATES = {
     "an end-of-turn token that was added as an ordinary one": (
-        ct.CHATML.replace("<|im_end|>", "<stop>"), ["<stop>", "</tool>"], chat("a", "b", "c", "d"),
+        "chatml", ct.CHATML.replace("<|im_end|>", "<stop>"), ["<stop>", "</tool>"], chat("a", "b", "c", "d"),
         "⟦b<stop>⟧",
     ),
     "a token that closes the answer in front of the stop token": (
-        ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'"), [], chat("a", "b", "c", "d"),
+        "chatml-eos", ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'"), [],
+        chat("a", "b", "c", "d"),
         "⟦b<|end|><|im_end|>⟧\n",
     ),
     "thinking that the generation prompt opens": (
+        "chatml-eos",
         ct.QWEN3.replace(ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")), [],
         chat(*_THOUGHTS), "<|im_start|>assistant\n<think>\n⟦new\n</think>\n\nd<|im_end|>⟧\n",
     ),
     "thinking of the past": (
+        "chatml-eos",
         ct.QWEN3.replace(ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")), [],
         chat(*_THOUGHTS), "<|im_start|>assistant\n⟦b<|im_end|>⟧\n",
     ),
     "tags that leave something out": (
+        "chatml",
         ct.CHATML_TAGGED.replace(
             "{% generation %}{{ message.content }}",
             "{{ '(note)' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '(note)' }}"
@@ -184,7 +188,7 @@ TEMPLATES = {
         [], {"messages": [*chat("a")["messages"], _WHY]}, "(note)⟦b⟧(note)⟦why<|im_end|>⟧\n",
     ),
     "a header quoted by the template itself": (
-        "{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML, [], chat("", "b"),
+        "chatml", "{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML, [], chat("", "b"),
         "<|im_start|>assistant\n⟦b<|im_end|>⟧\n",
     ),
 }  # fmt: skip
@@ -192,8 +196,8 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("what", TEMPLATES)
 def test_what_is_trained_with_a_template_that_has(what):
-    template, tokens, row, expected = TEMPLATES[what]
-    tokenizer = ct.byte_tokenizer("chatml-eos" if "token" not in what else "chatml", template=template)
+    family, template, tokens, row, expected = TEMPLATES[what]
+    tokenizer = ct.byte_tokenizer(family, template=template)
     tokenizer.add_tokens(tokens)
     assert shown(row, tokenizer).count(expected) == 1
 
