@@ -181,10 +181,6 @@ FOLDED = (
 )
 
 
-def _tokenizer(template: str) -> Any:
-    return ct.byte_tokenizer("chatml", template=template)
-
-
 def _row(*more: dict[str, str], system: str = "You answer in French.") -> dict[str, Any]:
     return {
         "messages": [
@@ -206,7 +202,7 @@ def _row(*more: dict[str, str], system: str = "You answer in French.") -> dict[s
 )
 def test_what_is_not_printed_in_front_of_an_answer_is_counted(template: str, row: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="20 of 20 rows are counted as context_dropped"):
-        _, counts = filter_rows([row] * 20, _tokenizer(template))
+        _, counts = filter_rows([row] * 20, tokenizer(template))
     assert counts == {"kept": 20, "context_dropped": 20}
     assert "leaves out a text of the system" in counts.examples["context_dropped"][0]
 
@@ -217,13 +213,11 @@ def test_what_is_not_printed_in_front_of_an_answer_is_counted(template: str, row
 def test_what_is_printed_or_blank_is_not_counted(template: str, system: str) -> None:
     if template == NO_SYSTEM and system.strip():
         pytest.skip("counted, as above")
-    assert filter_rows([_row(system=system)], _tokenizer(template))[1] == {"kept": 1}
+    assert filter_rows([_row(system=system)], tokenizer(template))[1] == {"kept": 1}
 
 
 def test_rows_that_are_opened_again_warn_again(tmp_path: Any) -> None:
     for _ in range(2):
         with pytest.warns(UserWarning, match="4 of 4 rows are counted as context_dropped"):
-            encoded = fs.encode_dataset(
-                [_row()] * 4, _tokenizer(NO_SYSTEM), max_length=96, cache_dir=tmp_path
-            )
+            encoded = fs.encode_dataset([_row()] * 4, tokenizer(NO_SYSTEM), max_length=96, cache_dir=tmp_path)
         assert encoded.counts["context_dropped"] == 4
