@@ -122,7 +122,8 @@ def test_filters_and_data_sets_check_their_options_before_any_row_is_read(option
     ],
 )
 def test_a_template_that_takes_no_row_is_one_error_and_no_row_is_to_blame(template, says, tmp_path):
-    own = ct.byte_tokenizer("chatml", template=template)
+    own = ct.byte_tokenizer("chatml")
+    own.chat_template = template  # None, too
     rows = [chat("q", "a")] * 20
     for calls in (
         lambda: filter_rows(rows, own, on_error="count"),
