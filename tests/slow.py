@@ -96,7 +96,7 @@ BESIDE: dict[str, str] = {
         "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[None]"
     ),
     f"{_EXPERTS}[1-shape4-padded-sac compile]": f"{_EXPERTS}[1-shape0-padded-sac watched first]",
-    "tests/attention/context_parallel/test_order.py::test_ranks_begin_their_collectives_in_one_order": (
+    "tests/attention/context_parallel/test_training.py::test_ranks_begin_their_collectives_in_one_order": (
         f"{_STEPS}[4-shape2-options2]"
     ),
     # More draws of the planner's configurations.
@@ -111,10 +111,9 @@ BESIDE: dict[str, str] = {
         for index in range(3, 8)
     },
     # Whole loops of others, and launchers beyond torchrun.
-    **{
-        f"tests/{module}.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"
-        for module in ("ports/test_training", "test_ports")
-    },
+    "tests/ports/test_training.py::": (
+        "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"
+    ),
     "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (
         "tests/ranks/test_distributed.py::test_torchrun"
     ),
@@ -134,8 +133,8 @@ BESIDE: dict[str, str] = {
         )
         for case in ("spawn-plain", "forkserver-plain", "fork-plain")
     },
-    "tests/sampling/packing/test_cost.py::test_no_rank_waits_long[32768-": (
-        "tests/sampling/packing/test_cost.py::test_no_rank_waits_long[4096-8-10000-1.01]"
+    "tests/sampling/packing/test_packs.py::test_no_rank_waits_long[32768-": (
+        "tests/sampling/packing/test_packs.py::test_no_rank_waits_long[4096-8-10000-1.01]"
     ),
     # The code of pages: every block is looked at by ``test_every_python_block_is_run_or_marked``.
     **{
@@ -145,7 +144,7 @@ BESIDE: dict[str, str] = {
         for pages in ("explanation/", "how-to/", "tutorials/", "index.md")
     },
     # The simulator itself: what it computes is compared by every test that uses it.
-    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "failures", "kernels", "waits")},
+    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "waits")},
 }
 
 

@@ -21,7 +21,7 @@ from fsdp_sft._ranks import agree
 from fsdp_sft.metrics.plot import _read
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 
 def _told(call: Callable[[], object]) -> list[str]:
@@ -229,6 +229,15 @@ def test_a_window_without_targets() -> None:
     assert "no targets on any rank, so its step is skipped" in told
 
 
+def test_a_row_longer_than_the_model_was_made_for() -> None:
+    model, ids = tiny_model("llama", max_position_embeddings=16), torch.arange(3, 21)[None]
+    rows = [{"input_ids": row, "labels": row} for row in ([5, 6, 7] * 4, [9, 3] * 7)]
+    packed = fs.PackedCollator(max_length=48)(rows)  # 26 tokens, of rows that are shorter
+    batches = [packed, *({"input_ids": ids[:, :n], "labels": ids[:, :n]} for n in (16, 17, 18))]
+    told = [_told(lambda b=batch: fs.train_step(model, [b], _sgd(model))) for batch in batches]
+    assert ["17 tokens and LlamaForCausalLM was made for 16" in "".join(t) for t in told] == [0, 0, 1, 0]
+
+
 def test_a_model_that_is_left_in_eval_mode() -> None:
     noisy, plain = tiny_model("gpt2", resid_pdrop=0.1), tiny_model("llama")
     for model, words in ((noisy, "trained without its dropout: call model.train()"), (plain, None)):
@@ -295,7 +304,8 @@ def test_processes_that_have_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _step(model, _sgd(model)) == []
 
 
-def _mistakes_of_ranks() -> None:
+@on_ranks(2)
+def test_a_model_that_was_never_sharded_and_losses_that_fail() -> None:
     model, batches = tiny_model("llama"), ragged_batches(1)
     with pytest.raises(fs.UnsupportedModelError, match=r"each of 2 processes would train .*shard_model"):
         fs.train_step(model, batches, _sgd(model))
@@ -311,20 +321,13 @@ def _mistakes_of_ranks() -> None:
     assert not fs.train_step(model, batches, _sgd(model)).skipped
 
 
-def test_a_model_that_was_never_sharded_and_losses_that_fail() -> None:
-    run_distributed(_mistakes_of_ranks, 2)
-
-
-def _adapters_after_sharding() -> None:
+@on_ranks(2)
+def test_adapters_after_sharding() -> None:
     peft = pytest.importorskip("peft")
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(fs.UnsupportedModelError, match=r"are not sharded .*adapters by add_adapters"):
         fs.train_step(model, ragged_batches(1), _sgd(model))
-
-
-def test_adapters_after_sharding() -> None:
-    run_distributed(_adapters_after_sharding, 2)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.harness.models import (
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import RankFailedError, run_distributed
+from tests.harness.ranks import RankFailedError, on_ranks, run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -37,8 +37,10 @@ def _norm(gradients: dict[str, torch.Tensor]) -> float:
     return math.sqrt(sum(float(g.double().pow(2).sum()) for g in gradients.values()))
 
 
-def _check_window_loss_and_norm(accumulation: int) -> None:
-    ranks = dist.get_world_size()
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int, accumulation: int) -> None:
     batches = ragged_batches(ranks * accumulation)
     meshes: list[dict[str, int]] = [{}, {"dp_replicate": ranks, "dp_shard": 1}, {"dp_replicate": 2}]
     for mesh_shape in meshes[: {1: 1, 2: 2, 4: 3}[ranks]]:
@@ -53,12 +55,6 @@ def _check_window_loss_and_norm(accumulation: int) -> None:
             assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
             assert result.num_tokens == sum(int(b["attention_mask"].sum()) for b in batches)
             assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int, accumulation: int) -> None:
-    run_distributed(_check_window_loss_and_norm, ranks, accumulation)
 
 
 def test_without_a_process_group_the_plain_model_trains() -> None:
@@ -79,7 +75,8 @@ def test_gradients_that_no_optimizer_takes_do_not_pile_up() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def _check_skips() -> None:
+@on_ranks(2)
+def test_window_without_targets_is_skipped_by_all() -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     before = _values(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,11 +95,8 @@ def _check_skips() -> None:
     assert not _is_as(model, before)
 
 
-def test_window_without_targets_is_skipped_by_all() -> None:
-    run_distributed(_check_skips, 2)
-
-
-def _check_scaler() -> None:
+@on_ranks(2)
+def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -130,11 +124,8 @@ def _check_scaler() -> None:
     assert 0 < result.grad_norm < 10 * expected_norm, "the norm is measured after unscaling"
 
 
-def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
-    run_distributed(_check_scaler, 2)
-
-
-def _check_nonfinite() -> None:
+@on_ranks(2)
+def test_nonfinite_gradients_raise_and_change_nothing() -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     before = _values(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -149,11 +140,8 @@ def _check_nonfinite() -> None:
     assert _is_as(model, before)
 
 
-def test_nonfinite_gradients_raise_and_change_nothing() -> None:
-    run_distributed(_check_nonfinite, 2)
-
-
-def _check_bad_windows() -> None:
+@on_ranks(2, timeout=30)
+def test_bad_windows_raise_on_all_ranks() -> None:
     rank = dist.get_rank()
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -173,10 +161,6 @@ def _check_bad_windows() -> None:
     assert fs.train_step(model, [good], optimizer).skipped is False, "nothing was lost"
 
 
-def test_bad_windows_raise_on_all_ranks() -> None:
-    run_distributed(_check_bad_windows, 2, timeout=30)
-
-
 def _hang_if_uneven() -> None:
     if dist.get_rank() == 0:
         raise RuntimeError("rank 0 gave up")
@@ -186,19 +170,3 @@ def _hang_if_uneven() -> None:
 def test_the_harness_names_the_rank_that_failed_first() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 failed first[\s\S]*rank 0 gave up"):
         run_distributed(_hang_if_uneven, 2, timeout=60)
-
-
-def _check_early_optimizer() -> None:
-    model = tiny_model("llama")
-    early = torch.optim.AdamW(model.parameters())
-    fs.shard_model(model, mesh=mesh_here())
-    before = _values(model)
-    with pytest.raises(ValueError, match="none of the model's parameters"):
-        fs.train_step(model, ragged_batches(1), early)
-    assert _is_as(model, before)
-    fs.train_step(model, ragged_batches(1), torch.optim.AdamW(model.parameters(), lr=0.1))
-    assert not _is_as(model, before)
-
-
-def test_an_optimizer_made_before_sharding_is_refused() -> None:
-    run_distributed(_check_early_optimizer, 2)

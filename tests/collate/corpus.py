@@ -17,10 +17,11 @@ import json
 import random
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft.collate import IGNORE_INDEX, ChatTemplateError, encode_chat
+from fsdp_sft.collate import ChatTemplateError, encode_chat
 from tests.collate import mask_oracle as oracle
 from tests.collate.template_tokenizers import forms, tokenizer_for
 
@@ -119,20 +120,8 @@ def judge(tokenizer: Any, seed: int, specials: list[str]) -> tuple[str, str]:
         row["tools"] = tools
     if seed % 5 == 0:
         row["messages"] = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    expected: Any = "nothing renders it"
-    for render in forms(tokenizer, tools, kwargs):
-        try:
-            marks = oracle.trained_characters(render, messages, specials)
-            marks = _open_after_stops(render, messages, marks)
-            if "generation" in tokenizer.chat_template:  # which says whose white space is
-                text = render(messages, False)
-                marks = [None if char.isspace() else mark for char, mark in zip(text, marks, strict=True)]
-            expected = render(messages, False), marks, oracle.leaves_out(render, messages)
-            break
-        except oracle.CannotTellError as error:
-            expected = str(error)
-        except Exception as error:
-            expected = expected if expected != "nothing renders it" else f"the template raises: {error}"
+    adjust = partial(_open_after_stops, tokenizer.chat_template)
+    expected = oracle.expected(forms(tokenizer, tools, kwargs), messages, specials, adjust)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -148,18 +137,8 @@ def judge(tokenizer: Any, seed: int, specials: list[str]) -> tuple[str, str]:
     text, characters, is_lost = expected
     if noted != is_lost or refused != is_lost:
         return "wrong", f"left out: {is_lost}, noted: {noted}, refused: {refused}"
-    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    if whole["input_ids"] != encoded.input_ids:
-        return "wrong", "the tokens are others"
-    wanted = [characters[start] for start, _ in whole["offset_mapping"]]
-    marks_ours = [label != IGNORE_INDEX for label in encoded.labels]
-    differing = [
-        i for i, (w, m) in enumerate(zip(wanted, marks_ours, strict=True)) if w is not None and w != m
-    ]
-    if differing:
-        at = whole["offset_mapping"][differing[0]][0]
-        kind = "not trained" if wanted[differing[0]] else "trained"
-        return "wrong", f"{kind}: {text[max(0, at - 60) : at]!r} >>> {text[at : at + 60]!r}"
+    if found := oracle.difference(tokenizer, text, characters, encoded):
+        return "wrong", found
     return ("lossy" if is_lost else "exact"), ""
 
 
@@ -171,7 +150,9 @@ def _is_refused(row: dict[str, Any], tokenizer: Any) -> bool:
     return False
 
 
-def _open_after_stops(render: oracle.Render, messages: list[dict[str, Any]], marks: list[Any]) -> list[Any]:
+def _open_after_stops(
+    template: str, render: oracle.Render, messages: list[dict[str, Any]], marks: list[Any]
+) -> list[Any]:
     """From the end of what each message writes to the end of its turn, either is right."""
     text, marks = render(messages, False), list(marks)
     leaves = oracle.exchanged(render, messages, text)
@@ -192,6 +173,8 @@ def _open_after_stops(render: oracle.Render, messages: list[dict[str, Any]], mar
             )
         else:
             marks[end:same] = [None] * (same - end)
+    if "generation" in template:  # which says whose white space is
+        marks = [None if char.isspace() else mark for char, mark in zip(text, marks, strict=True)]
     return marks
 
 

@@ -11,13 +11,14 @@ import copy
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 _PIECES = re.compile(r"<[^<>\s]*>|\s|[^<\s]+|<")
 
 Render = Callable[[list[dict[str, Any]], bool], str]
+Adjust = Callable[[Render, list[dict[str, Any]], list[Any]], list[Any]]
 Path = tuple[Any, ...]
 
 
@@ -82,6 +83,36 @@ def _plain_prompt(render: Render) -> str:
     question = [{"role": "user", "content": "q"}]
     asked, prompted = render(question, False), render(question, True)
     return prompted[len(asked) :] if prompted.startswith(asked) else ""
+
+
+def expected(
+    renders: Iterable[Render], messages: list[dict[str, Any]], stops: list[str], adjust: Adjust | None = None
+) -> tuple[str, list[bool | None], bool] | str:
+    """(text, marks of its characters, whether a text of an answer is not in it), or why there are none."""
+    reason = ""
+    for render in renders:
+        try:
+            marks = trained_characters(render, messages, stops)
+            marks = marks if adjust is None else adjust(render, messages, marks)
+            return render(messages, False), marks, leaves_out(render, messages)
+        except CannotTellError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = reason or f"the template raises: {error}"
+    return reason
+
+
+def difference(tokenizer: Any, text: str, characters: list[bool | None], encoded: Any) -> str:
+    """Where the labels of a row are others than the marks of its text; "" if nowhere."""
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if whole["input_ids"] != encoded.input_ids:
+        return "the tokens are others"
+    for (start, _), label in zip(whole["offset_mapping"], encoded.labels, strict=True):
+        wanted = characters[start]
+        if wanted is not None and wanted != (label != -100):
+            kind = "not trained" if wanted else "trained"
+            return f"{kind}: {text[max(0, start - 60) : start]!r} >>> {text[start : start + 60]!r}"
+    return ""
 
 
 def exchanged(render: Render, messages: list[dict[str, Any]], text: str) -> list[Leaf]:

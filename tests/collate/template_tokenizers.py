@@ -1,4 +1,4 @@
-"""Tokenizers for templates that come without one, and the forms of messages that templates take."""
+"""Tokenizers for templates that come without one, as those of a test; forms of messages that they take."""
 
 import json
 import re
@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.collate.mask_oracle import Render
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat
 
 SPECIAL = re.compile(
     r"<\|[^<>|\s]{1,40}\|?>|<[^<>|\s]{1,40}\|>|<｜[^<>\s]{1,40}｜>|<(?:start|end)_of_\w+>|\[/?[A-Z_]+\]|</?s>"
@@ -75,3 +77,26 @@ def forms(tokenizer: Any, tools: Any, kwargs: dict[str, Any]) -> Iterator[Render
             return str(text)
 
         yield render
+
+
+def tokenizer(template: str, *tokens: str, eos: str = "</s>") -> Any:
+    made = ct.byte_tokenizer("chatml", template=template, eos_token=eos)
+    made.add_special_tokens({"additional_special_tokens": list(tokens)})
+    return made
+
+
+def turns(header: str, closing: str, last: str | None = None) -> str:
+    """A template that opens each turn with the role in ``header``; ``last`` closes the last turn instead."""
+    end = repr(closing) if last is None else f"({last!r} if loop.last else {closing!r})"
+    return (
+        (
+            "{% for message in messages %}{{ HEADER + message.content + (END if message.role == 'assistant' "
+            "else '') }}{% endfor %}{% if add_generation_prompt %}{{ PROMPT }}{% endif %}"
+        )
+        .replace("HEADER", header)
+        .replace("END", end)
+        .replace("PROMPT", header.replace("message.role", "'assistant'"))
+    )
+
+
+ROW = chat("q", "one", "r", "two")

@@ -21,7 +21,7 @@ from fsdp_sft.collate import encoded as module, filter_rows
 from fsdp_sft.sampling.collator import row_sizes
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 TOKENIZER = ct.byte_tokenizer("chatml")
 
@@ -203,8 +203,9 @@ def test_a_systematic_refusal_ends_the_encoding(tmp_path: Path, monkeypatch: pyt
     ):
         fs.encode_dataset(wrong, TOKENIZER, max_length=60, cache_dir=tmp_path)
     call = {"function": {"name": "f", "arguments": {"x": "y"}}}
-    lossy = ct.byte_tokenizer("chatml")
-    lossy.chat_template = ct.CHATML.replace("message.content", "(message.content if not message.tool_calls)")
+    lossy = ct.byte_tokenizer(
+        "chatml", template=ct.CHATML.replace("message.content", "(message.content if not message.tool_calls)")
+    )
     row = chat("q", "I look")
     row["messages"][1]["tool_calls"] = [call]
     with pytest.raises(fs.ChatTemplateError, match="does not print the content of message 1"):
@@ -250,15 +251,6 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(OSError, match="no space"):
             fs.encode_dataset(rows(5), TOKENIZER, max_length=60, cache_dir=tmp_path)
     assert list(left.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"max_length": 0}, {"max_refused": 2}, {"on_dropped": "x"}],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        fs.encode_dataset(rows(5), TOKENIZER, **{"max_length": 60, "cache_dir": tmp_path, **options})
 
 
 def test_batches_and_packs_of_it(tmp_path: Path) -> None:
@@ -318,20 +310,17 @@ def test_ranks_that_do_not_see_the_folder_make_their_own(tmp_path: Path) -> None
     assert results[0][1] == results[1][1]
 
 
-def _differing(cache: Path) -> None:
+@on_ranks(2)
+def test_ranks_with_other_rows_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ranks differ in number of rows="):
-        fs.encode_dataset(rows(10 + fs.init_distributed().rank), TOKENIZER, max_length=60, cache_dir=cache)
+        fs.encode_dataset(rows(10 + fs.init_distributed().rank), TOKENIZER, max_length=60, cache_dir=tmp_path)
     with pytest.raises(ValueError, match="no rows"):
         fs.encode_dataset(
-            [] if fs.init_distributed().rank else rows(10), TOKENIZER, max_length=60, cache_dir=cache
+            [] if fs.init_distributed().rank else rows(10), TOKENIZER, max_length=60, cache_dir=tmp_path
         )
     with pytest.raises(ValueError, match="ranks differ in the rows, the tokenizer or the options"):
         shuffled = rows(10)[:: 1 - 2 * fs.init_distributed().rank]
-        fs.encode_dataset(shuffled, TOKENIZER, max_length=60, cache_dir=cache)
-
-
-def test_ranks_with_other_rows_are_told(tmp_path: Path) -> None:
-    run_distributed(_differing, 2, tmp_path)
+        fs.encode_dataset(shuffled, TOKENIZER, max_length=60, cache_dir=tmp_path)
 
 
 NUMBER = 6000

@@ -6,9 +6,12 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
+import fsdp_sft as fs
 from fsdp_sft.collate import EncodedChat, SFTCollator, encode_chat, filter_rows
 from tests.harness import chat_templates as ct
+from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.chats import TOKENIZERS, chat, shown
 
 USER = {"role": "user", "content": "q"}
@@ -18,33 +21,31 @@ def assistant(content: Any = "", **keys: Any) -> dict[str, Any]:
     return {"messages": [USER, {"role": "assistant", "content": content, **keys}]}
 
 
+def sharegpt(who: str, value: str, **keys: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": "q"}, {"from": who, "value": value, **keys}]}
+
+
 def with_arguments(**arguments: Any) -> dict[str, Any]:
     return assistant(tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "same"),
     [
-        assistant(tool_calls=[{"name": "f", "parameters": {"x": "y"}}]),
-        assistant(function_call={"name": "f", "arguments": '{"x": "y"}'}),
-        {"conversations": [{"from": "human", "value": "q"},
-                           {"from": "function_call", "value": '{"name": "f", "parameters": {"x": "y"}}'}]},
-        {"conversations": [{"from": "human", "value": "q"},
-                           {"from": "gpt", "value": "",
-                            "tool_calls": [{"name": "f", "arguments": {"x": "y"}}]}]},
+        (assistant(tool_calls=[{"name": "f", "parameters": {"x": "y"}}]), with_arguments(x="y")),
+        (assistant(function_call={"name": "f", "arguments": '{"x": "y"}'}), with_arguments(x="y")),
+        (sharegpt("function_call", '{"name": "f", "parameters": {"x": "y"}}'), with_arguments(x="y")),
+        (sharegpt("gpt", "", tool_calls=[{"name": "f", "arguments": {"x": "y"}}]), with_arguments(x="y")),
+        (sharegpt("gpt", "a", reasoning_content="hm"), assistant("a", reasoning_content="hm")),
+        (
+            assistant([{"type": "reasoning", "reasoning": "", "text": "hm"}, {"type": "text", "text": "C"}]),
+            assistant("C", reasoning_content="hm"),
+        ),
     ],
-)  # fmt: skip
-def test_calls_in_other_words(row: dict[str, Any]) -> None:
-    assert shown(row) == shown(with_arguments(x="y"))
-
-
-def test_reasoning_of_sharegpt() -> None:
-    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "reasoning_content": "hm"}]
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML_REASONING
-    assert shown({"conversations": turns}, tokenizer) == shown(
-        assistant("a", reasoning_content="hm"), tokenizer
-    )
+)
+def test_the_same_in_other_words(row: dict[str, Any], same: dict[str, Any]) -> None:
+    tokenizer = ct.byte_tokenizer("chatml", template=ct.CHATML_REASONING if "hm" in str(row) else ct.CHATML)
+    assert shown(row, tokenizer) == shown(same, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +74,6 @@ def test_rows_that_are_refused(row: dict[str, Any], says: str) -> None:
     assert (len(kept), counts["malformed"]) == (1, 1)
 
 
-def test_an_empty_key_does_not_win() -> None:
-    parts = [{"type": "reasoning", "reasoning": "", "text": "hm"}, {"type": "text", "text": "C"}]
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML_REASONING
-    assert shown(assistant(parts), tokenizer) == shown(assistant("C", reasoning_content="hm"), tokenizer)
-
-
 @pytest.mark.parametrize("number", [73519999991537, 73510000001537, -1, 1e300, 10**30])
 def test_any_number(number: float) -> None:
     assert json.dumps({"id": number}) in shown(with_arguments(id=number))
@@ -95,8 +89,7 @@ def test_a_quoted_tag_is_text() -> None:
 
 
 def test_what_breaks_a_template_is_its_refusal() -> None:
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = "{{ 1 // (messages | length - 2) }}" + ct.CHATML
+    tokenizer = ct.byte_tokenizer("chatml", template="{{ 1 // (messages | length - 2) }}" + ct.CHATML)
     _, counts = filter_rows([chat("q", "a", "r", "b"), chat("q", "a")], tokenizer, on_error="count")
     assert counts == {"kept": 1, "refused_by_template": 1}
 
@@ -113,3 +106,98 @@ def test_any_mapping_and_any_sequence_will_do():
     assert encode_chat(row, TOKENIZERS["chatml"]) == encode_chat(plain, TOKENIZERS["chatml"])
     tuples = {"messages": tuple(types.MappingProxyType(message) for message in plain["messages"])}
     assert encode_chat(tuples, TOKENIZERS["chatml"]) == encode_chat(plain, TOKENIZERS["chatml"])
+
+
+# --- rows with images, videos or sounds are refused by name, in the shapes in which tools keep them ---------
+
+TOKENIZER = byte_tokenizer("chatml")
+CHAT = [{"role": "user", "content": "what is this?"}, {"role": "assistant", "content": "a cat"}]
+TURNS = [{"from": "human", "value": "<image>\nwhat is this?"}, {"from": "gpt", "value": "a cat"}]
+PAIR = {"prompt": "what is this?", "completion": "a cat"}
+IDS = {"input_ids": [3, 4], "labels": [3, 4]}
+IMAGE = {"bytes": b"\x89PNG", "path": "cat.png"}
+
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "LLaVA": ({"id": "0", "image": "coco/cat.jpg", "conversations": TURNS}, "'image'"),
+    "LLaMA-Factory": ({"messages": CHAT, "images": ["cat.jpg"]}, "'images'"),
+    "ms-swift": ({"messages": CHAT, "images": [{"bytes": None, "path": "cat.jpg"}]}, "'images'"),
+    "TRL's messages": ({"messages": CHAT, "images": [IMAGE]}, "'images'"),
+    "TRL's prompts": ({**PAIR, "images": [IMAGE]}, "'images'"),
+    "Alpaca": ({"instruction": "what?", "input": "", "output": "a cat", "image": IMAGE}, "'image'"),
+    "a video": ({"messages": CHAT, "video": "cat.mp4"}, "'video'"),
+    "videos and sounds": (
+        {"messages": CHAT, "videos": ["a.mp4"], "audios": ["a.wav"]},
+        "'videos' and 'audios'",
+    ),
+    "in a message": ({"messages": [{**CHAT[0], "images": [IMAGE]}, CHAT[1]]}, r"messages\[0\] has 'images'"),
+    "in a turn": ({"conversations": [{**TURNS[0], "image": "a.png"}, TURNS[1]]}, r"conversations\[0\]"),
+    "a part": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}, CHAT[1]]},
+        r"messages\[0\]\.content\[0\] is a part of type image",
+    ),
+    "a part of OpenAI's": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+                CHAT[1],
+            ]
+        },
+        "type image_url",
+    ),
+    "tokenised": (
+        {"input_ids": [3, 4], "labels": [3, 4], "pixel_values": torch.ones(1, 3, 4, 4)},
+        "'pixel_values'",
+    ),
+    "tokenised sounds": (
+        {"input_ids": [3, 4], "labels": [3, 4], "input_features": [[0.1]]},
+        "'input_features'",
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", ROWS)
+def test_a_row_with_more_than_text_is_refused_by_name(shape: str) -> None:
+    row, words = ROWS[shape]
+    with pytest.raises(fs.RowError, match=words):
+        fs.encode_chat(row, TOKENIZER)
+    rows = [{"messages": CHAT}, row]
+    kept, counts = fs.filter_rows(rows, TOKENIZER, max_length=200, on_error="count")
+    assert (kept, dict(counts)) == (rows[:1], {"kept": 1, "media": 1})
+    with pytest.raises(fs.RowError, match="row 0: "):
+        fs.filter_rows([row], TOKENIZER, max_length=200)
+    with pytest.raises(fs.RowError, match=words):
+        fs.SFTCollator(TOKENIZER, max_length=200)([row])
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, [], "", {}, [None], {"bytes": None, "path": None}, [{"bytes": None, "path": ""}], False]
+)
+def test_nulls_are_no_images(nothing: Any) -> None:
+    row = {
+        "messages": [{**message, "images": nothing} for message in CHAT],
+        "image": nothing,
+        "videos": nothing,
+    }
+    assert fs.encode_chat(row, TOKENIZER) == fs.encode_chat({"messages": CHAT}, TOKENIZER)
+
+
+class _Processor:
+    """As transformers': a tokenizer within, which alone has a padding token and encodes."""
+
+    def __init__(self) -> None:
+        self.tokenizer = TOKENIZER
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a processor is asked for images")
+
+
+def test_a_processor_is_used_by_its_tokenizer(tmp_path: Any) -> None:
+    processor: Any = _Processor()
+    rows = [{"messages": CHAT}]
+    chat = fs.encode_chat(rows[0], TOKENIZER)
+    assert fs.encode_chat(rows[0], processor) == chat
+    assert fs.filter_rows(rows, processor, max_length=200)[0] == rows
+    batch = fs.SFTCollator(processor, max_length=200)(rows)
+    assert batch["input_ids"][0].tolist() == chat.input_ids
+    encoded = fs.encode_dataset(rows, processor, max_length=200, cache_dir=tmp_path)
+    assert list(encoded[0].input_ids) == chat.input_ids

@@ -28,26 +28,10 @@ OWN_STOPS = {
 }  # fmt: skip
 
 
-def _expected(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], tools: Any, stops: list[str]
-) -> tuple[str, list[bool | None], bool] | str:
-    """(text, marks of its characters, whether a text of an answer is not in it), or why there are none."""
-    reason = ""
-    for render in forms(tokenizer, tools, {}):
-        try:
-            marks = oracle.trained_characters(render, messages, stops)
-            return render(messages, False), marks, oracle.leaves_out(render, messages)
-        except oracle.CannotTellError as error:
-            reason = str(error)
-        except Exception as error:
-            reason = reason or f"the template raises: {error}"
-    return reason
-
-
 def _judge(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], tools: Any, stops: list[str]
 ) -> tuple[str, str]:
-    expected = _expected(tokenizer, messages, tools, stops)
+    expected = oracle.expected(forms(tokenizer, tools, {}), messages, stops)
     row = {"messages": messages, **({"tools": tools} if tools else {})}
     try:
         encoded = encode_chat(row, tokenizer, on_dropped="count", empty_reasoning="train")
@@ -59,19 +43,14 @@ def _judge(
     text, characters, is_lost = expected
     if ("dropped" in encoded.notes) != is_lost:
         return "wrong", f"a text is left out: {is_lost}, noted: {encoded.notes}"
-    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    if whole["input_ids"] != encoded.input_ids:
+    found = oracle.difference(tokenizer, text, characters, encoded)
+    if found == "the tokens are others":
         for key in ("reasoning_content", "thinking"):  # where the template reads it
             apart = [_apart(message, key) for message in messages]
             if apart != messages and encode_chat({"messages": apart}, tokenizer) == masked:
                 return _judge(tokenizer, apart, tools, stops)
-        return "wrong", "the tokens are others"
-    wanted = [characters[start] for start, _ in whole["offset_mapping"]]
-    marks = [label != IGNORE_INDEX for label in encoded.labels]
-    differing = [i for i, (w, m) in enumerate(zip(wanted, marks, strict=True)) if w is not None and w != m]
-    if differing:
-        at = whole["offset_mapping"][differing[0]][0]
-        return "wrong", f"{text[max(0, at - 40) : at]!r} >>> {text[at : at + 40]!r}"
+    if found:
+        return "wrong", found
     block = [a for a, b in zip(encoded.labels, masked.labels, strict=True) if a != b]
     if not re.fullmatch(r"(?:<[^<>]*>|thought|\s)*", tokenizer.decode(block)):
         return "wrong", f"no empty block: {tokenizer.decode(block)!r}"

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
 from fsdp_sft.collate import filter_rows
-from tests.collate.template_tokenizers import tokenizer_for
-from tests.collate.written import ROW, turns
+from tests.collate.template_tokenizers import ROW, tokenizer_for, turns
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
 
@@ -50,6 +49,7 @@ WITHOUT_AN_END = turns(_HEADED, "")
 WITH_A_TEXT_FOR_AN_END = turns(_HEADED, "@END@\n")
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_template_that_does_as_it_prompts_has_no_note(name: str) -> None:
     own, _ = tokenizer_for(WRITTEN[name])
@@ -57,10 +57,8 @@ def test_a_template_that_does_as_it_prompts_has_no_note(name: str) -> None:
     thinking["messages"][1]["reasoning_content"] = "why"
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": "y"}}]}
     calling = {"messages": [*chat("q")["messages"], call]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        given = [ROW, chat("q", "a")] + [thinking, calling] * (name in ("marked", "opened", "reasoning"))
-        _, counts = filter_rows(given, own)
+    given = [ROW, chat("q", "a")] + [thinking, calling] * (name in ("marked", "opened", "reasoning"))
+    _, counts = filter_rows(given, own)
     expected = {"qwen3": {"empty_reasoning": 2}, "opened": {"empty_reasoning": 3}}
     assert counts == {"kept": len(given), **expected.get(name, {})}
 

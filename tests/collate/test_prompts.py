@@ -10,17 +10,16 @@ import transformers as tf
 
 from fsdp_sft.collate import encode_chat, filter_rows
 from fsdp_sft.errors import ChatTemplateError
-from tests.collate.template_tokenizers import tokenizer_for
-from tests.collate.written import ROW, tokenizer, turns
+from tests.collate.template_tokenizers import ROW, tokenizer, tokenizer_for, turns
+from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_question_without_an_answer_has_no_prompt_to_differ() -> None:
     template = turns("'<|' + message.role + '|>'", "<|end|>").replace("'assistant' + '|>' }}", "'a|>' }}")
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, counts = filter_rows([chat("q")], own, train_on={"user"})
+    _, counts = filter_rows([chat("q")], own, train_on={"user"})
     assert "prompt_differs" not in counts
 
 
@@ -64,6 +63,7 @@ def test_a_header_that_no_prompt_writes_is_the_models(more: str) -> None:
     assert shown(ROW, own).endswith("<|assistant|>\n⟦two<|end|>⟧" if more else "⟦<|assistant|>\ntwo<|end|>⟧")
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("first", [0, 3])
 def test_headers_that_number_the_turns(first: int) -> None:
     number = f"(loop.index + {first}) ~ '\n'"
@@ -72,9 +72,7 @@ def test_headers_that_number_the_turns(first: int) -> None:
     )
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
     row = chat("q", "4 and 6", "r", "2", "s", "8\nsix")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, counts = filter_rows([row], own)
+    _, counts = filter_rows([row], own)
     assert counts == {"kept": 1}
     assert shown(row, own) == "".join(
         f"<|user|> {first + n}\n{question}<|assistant|> {first + n + 1}\n⟦{answer}<|end|>⟧"
@@ -94,6 +92,7 @@ def test_numbers_that_only_rows_have_are_refused() -> None:
         encode_chat(chat(("system", "s"), "q", "one", "r", "two"), own)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
     template = (
         "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.reasoning_content %}"
@@ -104,9 +103,7 @@ def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
     row = chat("q", "one")
     row["messages"][1]["reasoning_content"] = "why"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([row], own)[1] == {"kept": 1}
+    assert filter_rows([row], own)[1] == {"kept": 1}
     assert shown(row, own) == "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧"
 
 
@@ -120,6 +117,7 @@ HEADS = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("depends_on", HEADS)
 def test_a_prompt_may_depend_on_anything(depends_on: str) -> None:
     """What the row has in front of an answer is exactly the prompt, so it is never trained."""
@@ -134,9 +132,7 @@ def test_a_prompt_may_depend_on_anything(depends_on: str) -> None:
     row = chat("q", "one", "r", "two", ("tool", "result"), "three", "s", "four", ("user", "t"), "five")
     row["messages"].insert(0, {"role": "system", "content": "Be brief."})
     row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([row], own)[1] == {"kept": 1}
+    assert filter_rows([row], own)[1] == {"kept": 1}
     text = shown(row, own)
     answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
     assert re.findall(r"⟦(.*?)⟧", text, re.DOTALL) == [f"{answer}<|end|>" for answer in answers]
@@ -218,15 +214,15 @@ def test_an_added_token_may_hold_the_end_of_the_prompt_too() -> None:
     assert filter_rows([chat("q", " Hello")], own)[1] == {"kept": 1}, "it is the same token in the prompt"
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_few_first_letters_are_no_reason_to_warn() -> None:
     own = joining(":a")
     own.chat_template = turns("message.role + ':'", "</s>\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, counts = filter_rows([chat("q", "The answer"), ROW, ROW, chat("q", "all")], own)
+    _, counts = filter_rows([chat("q", "The answer"), ROW, ROW, chat("q", "all")], own)
     assert counts == {"kept": 4, "start_in_a_token": 1}
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_first_question_with_a_text_of_its_own_has_a_prompt() -> None:
     template = (
         "{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + message.content + "
@@ -234,9 +230,7 @@ def test_a_first_question_with_a_text_of_its_own_has_a_prompt() -> None:
         "{{ message.content + '</s>' }}{% endif %}{% endfor %}"
     )
     own = tokenizer(template, "[INST]", "[/INST]")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([ROW], own)[1] == {"kept": 1}
+    assert filter_rows([ROW], own)[1] == {"kept": 1}
     assert shown(ROW, own).count("[/INST]⟦") == 2
 
 
@@ -286,3 +280,191 @@ def test_of_prompts_that_vary_from_turn_to_turn_no_part_is_trained(name: str, op
     trained = [own.decode([label]) for label in encoded.labels if label != -100]
     answers = [m["content"] + "<|end|>" for m in row["messages"] if m["role"] == "assistant"]
     assert "".join(trained).replace("\n", "") == "".join(answers)
+
+
+# --- what ends an answer is trained, or it is said that nothing does ----------------------------------------
+
+_CLOSING = "<|close|>response<|sep|><|open|>end<|msg|>"
+_CALLS = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}"
+    "{% endfor %}"
+    "{% if message.role == 'assistant' %}{{ '<|close|>x<|msg|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_TAGS = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.role == 'assistant' %}"
+    "{{ '<|START_TEXT|>' + message.content + '<|END_TEXT|>' }}{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><|START_THINKING|>' }}{% endif %}"
+)
+
+
+def _calling(arguments: Any, *more: dict[str, str]) -> dict[str, Any]:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"messages": [{"role": "user", "content": "q"}, asked, *more]}
+
+
+# By what ends an answer: a tokenizer with the template and its tokens, a row, and how the row is shown.
+ENDS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "the EOS token behind other tokens": (
+        tokenizer(
+            turns("'<|' + message.role + '|>'", _CLOSING), "<|close|>", "<|sep|>", "<|msg|>", eos="<|msg|>"
+        ),
+        ROW,
+        f"<|user|>q<|assistant|>⟦one{_CLOSING}⟧<|user|>r<|assistant|>⟦two{_CLOSING}⟧",
+    ),
+    "another token than EOS, which closes the conversation": (
+        tokenizer(
+            turns("'<|' + message.role + '|>\n'", "<|im_end|>\n", "<|im_end|>\n</s>"),
+            "<|user|>",
+            "<|assistant|>",
+        ),
+        ROW,
+        "⟦two<|im_end|>⟧\n</s>",
+    ),
+    "the EOS token behind another one, after calls": (
+        tokenizer(_CALLS, "<|close|>", "<|msg|>", "</call>", eos="<|msg|>"),
+        _calling({}, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}),
+        "<|user|>q<|assistant|>⟦<call>f</call><|close|>x<|msg|>⟧<|tool|>r<|assistant|>⟦a<|close|>x<|msg|>⟧",
+    ),
+    "a tag, where one begins the answer as one of the prompt's begins": (
+        tokenizer(
+            _TAGS,
+            *("<|START_TEXT|>", "<|START_THINKING|>", "<|END_TEXT|>", "<|user|>", "<|assistant|>"),
+            eos="<|END_TEXT|>",
+        ),
+        chat("q", "a"),
+        "<|user|>q<|assistant|>⟦<|START_TEXT|>a<|END_TEXT|>⟧",
+    ),
+    "what follows nested arguments printed as Python": (
+        tokenizer(
+            ct.CHATML.replace(
+                "'arguments': call.function.arguments} | tojson)", "'a': call.function.arguments} | string)"
+            )
+        ),
+        _calling({"deep": {"a": ["x y", 1, True], "b": None}}),
+        "⟦\n<tool_call>\n{'name': 'f', 'a': {'deep': {'a': ['x y', 1, True], 'b': None}}}\n</tool_call>"
+        "<|im_end|>⟧\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_an_answer_is_trained_through_what_ends_it(what: str) -> None:
+    own, row, expected = ENDS[what]
+    assert shown(row, own).endswith(expected)
+
+
+def test_an_end_of_turn_that_is_no_token_is_trained_as_text_with_a_warning() -> None:
+    own = tokenizer(turns("'<|' + message.role + '|>\n'", "<|stop|>\n"))
+    with pytest.warns(
+        UserWarning, match=r"1 of 1 rows are counted as end_of_turn_is_text: .* new_vocab_size="
+    ):
+        text = shown(ROW, own)
+    assert text.count("⟦one<|stop|>⟧\n") == text.count("⟦two<|stop|>⟧\n") == 1
+    with pytest.warns(UserWarning, match="1 of 1 rows are counted as end_of_turn_is_text"):
+        _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "end_of_turn_is_text": 1}
+    own.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shown(ROW, own).count("⟦two<|stop|>⟧\n") == 1
+    _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1}
+
+
+def test_a_last_answer_without_an_end_is_counted() -> None:
+    header = "'<|' + message.role + '|>\n'"
+    for template, past in (
+        (turns(header, ""), "⟦one⟧<|user|>"),
+        (turns(header, "<|end|>", ""), "⟦one<|end|>⟧"),
+    ):
+        own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+        assert past in shown(ROW, own)
+        assert shown(ROW, own).endswith("⟦two⟧")
+        with pytest.warns(UserWarning, match="1 of 1 rows are counted as no_end_of_turn: .* chat_template="):
+            _, counts = filter_rows([ROW], own)
+        assert counts == {"kept": 1, "no_end_of_turn": 1}
+        assert "pass a chat_template= that writes the token there" in counts.examples["no_end_of_turn"][0]
+
+
+def test_the_whole_header_of_reasoning_is_left_out_with_it() -> None:
+    template = (
+        "{% for message in messages %}{% if message.thinking %}"
+        "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}"
+        "{{ '<|start|>' + message.role + ('<|channel|>final' if message.role == 'assistant' else '') + "
+        "'<|message|>' + message.content + ('<|return|>' if loop.last else '<|end|>') }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    )
+    own = tokenizer(
+        template, "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", eos="<|return|>"
+    )
+    row = chat("q", "a")
+    row["messages"][1]["thinking"] = "hm"
+    whole = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a<|return|>"
+    assert shown(row, own).endswith(f"<|start|>assistant⟦{whole}⟧")
+    reasoning, _, rest = whole.partition("<|start|>")
+    assert shown(row, own, train_reasoning=False).endswith(f"<|start|>assistant{reasoning}⟦<|start|>{rest}⟧")
+
+
+def test_a_call_without_a_text_to_mark() -> None:
+    template = (
+        "{% set ns = namespace(name='') %}{% for message in messages %}{% if message.role == 'tool' %}"
+        "{{ '<|tool|>' + ns.name + ':' + message.content }}{% else %}"
+        "{{ '<|' + message.role + '|>' + message.content }}{% for call in message.tool_calls or [] %}"
+        "{% set ns.name = call.function.name %}{{ ns.name + (call.function.arguments | tojson) }}{% endfor %}"
+        "{% if message.role == 'assistant' %}{{ '<|im_end|>' }}{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    own = tokenizer(template)
+    for arguments, text in (
+        ({}, "{}"),
+        ({"a": 1, "b": 2.5}, '{"a": 1, "b": 2.5}'),
+        ({"on": True}, '{"on": true}'),
+    ):
+        call = {"function": {"name": "add", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "7351000001537 7351000002 1537"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "a"},
+        ]
+        assert shown({"messages": messages}, own).endswith(
+            f"<|assistant|>⟦add{text}<|im_end|>⟧<|tool|>add:3<|assistant|>⟦a<|im_end|>⟧"
+        )
+
+
+# --- an end that only past answers have -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["</s>", "[[over]]", "@END@"])
+@pytest.mark.parametrize("system", ["</x>", "[[x]]", "@XND@", "same"])
+def test_the_end_of_the_default_system_message_may_look_alike(end: str, system: str) -> None:
+    closed = end if system == "same" else system
+    template = (
+        f"{{{{ '<s>system\nBe brief.{closed}\n' }}}}"
+        "{% for message in messages %}{{ '<s>' + message.role + '\n' + message.content }}"
+        f"{{% if not loop.last %}}{{{{ '{end}\n' }}}}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{end}\n<s>assistant\n' }}}}{{% endif %}}"
+    )
+    own = tokenizer(template, "<s>", end, eos=end)
+    with pytest.warns(UserWarning, match="counted as no_end_of_turn"):
+        _, counts = filter_rows([ROW], own)
+    assert counts == {"kept": 1, "no_end_of_turn": 1}
+    assert f"⟦one{end}⟧\n<s>user" in shown(ROW, own)
+
+
+@pytest.mark.parametrize("end", ["</done>", "[[over]]"])
+def test_the_end_of_past_answers_is_whole_where_it_is_text(end: str) -> None:
+    closed = "</x>" if end == "</done>" else "[[x]]"
+    template = (
+        f"{{{{ '<|user|>Be brief.{closed}\n' }}}}"
+        "{% for message in messages %}{{ '<|user|>' if message.role == 'user' else '<|assistant|>' }}"
+        f"{{{{ message.content }}}}{{% if not loop.last %}}{{{{ '{end}\n' }}}}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{end}\n<|assistant|>' }}}}{{% endif %}}"
+    )
+    own = tokenizer(template, "<|user|>", "<|assistant|>", eos="<|im_end|>")
+    assert end not in own.get_vocab()
+    with pytest.warns(UserWarning, match="counted as end_of_turn_is_text"):
+        assert f"⟦one{end}⟧" in shown(ROW, own)

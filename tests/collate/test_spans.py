@@ -1,9 +1,20 @@
 """Which tokens of a chat are trained, on any template: against formats written by hand."""
 
 import itertools
+import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_sft._compat import data
 from fsdp_sft.collate import (
@@ -13,6 +24,7 @@ from fsdp_sft.collate import (
     filter_rows,
     spans,
 )
+from fsdp_sft.collate.encode import tokenise
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import read_row
 from fsdp_sft.collate.spans import find_turns
@@ -142,27 +154,52 @@ def test_a_stop_token_that_takes_the_white_space_around_it():
     ]
 
 
-def test_an_end_of_turn_token_that_was_added_as_an_ordinary_one():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.add_tokens(["<stop>", "</tool>"])
-    tokenizer.chat_template = ct.CHATML.replace("<|im_end|>", "<stop>")
-    assert shown(chat("a", "b", "c", "d"), tokenizer).count("⟦b<stop>⟧") == 1
+_WHY = {"role": "assistant", "content": "b", "reasoning_content": "why"}
+_THOUGHTS = ("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\nd")
+# By what is special: the tokens, the template, further tokens, a row, and what is in it once as it is shown.
+TEMPLATES = {
+    "an end-of-turn token that was added as an ordinary one": (
+        "chatml", ct.CHATML.replace("<|im_end|>", "<stop>"), ["<stop>", "</tool>"], chat("a", "b", "c", "d"),
+        "⟦b<stop>⟧",
+    ),
+    "a token that closes the answer in front of the stop token": (
+        "chatml-eos", ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'"), [],
+        chat("a", "b", "c", "d"),
+        "⟦b<|end|><|im_end|>⟧\n",
+    ),
+    "thinking that the generation prompt opens": (
+        "chatml-eos",
+        ct.QWEN3.replace(ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")), [],
+        chat(*_THOUGHTS), "<|im_start|>assistant\n<think>\n⟦new\n</think>\n\nd<|im_end|>⟧\n",
+    ),
+    "thinking of the past": (
+        "chatml-eos",
+        ct.QWEN3.replace(ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")), [],
+        chat(*_THOUGHTS), "<|im_start|>assistant\n⟦b<|im_end|>⟧\n",
+    ),
+    "tags that leave something out": (
+        "chatml",
+        ct.CHATML_TAGGED.replace(
+            "{% generation %}{{ message.content }}",
+            "{{ '(note)' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '(note)' }}"
+            "{% generation %}"
+            "{% if message.reasoning_content %}{{ message.reasoning_content }}{% endif %}",
+        ),
+        [], {"messages": [*chat("a")["messages"], _WHY]}, "(note)⟦b⟧(note)⟦why<|im_end|>⟧\n",
+    ),
+    "a header quoted by the template itself": (
+        "chatml", "{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML, [], chat("", "b"),
+        "<|im_start|>assistant\n⟦b<|im_end|>⟧\n",
+    ),
+}  # fmt: skip
 
 
-def test_a_token_that_closes_the_answer_in_front_of_the_stop_token():
-    tokenizer = ct.byte_tokenizer("chatml-eos")
-    tokenizer.chat_template = ct.CHATML.replace("'<|im_end|>\\n'", "'<|end|><|im_end|>\\n'")
-    assert "⟦b<|end|><|im_end|>⟧\n" in shown(chat("a", "b", "c", "d"), tokenizer)
-
-
-def test_thinking_that_the_generation_prompt_opens_is_not_trained():
-    tokenizer = ct.byte_tokenizer("chatml-eos")
-    tokenizer.chat_template = ct.QWEN3.replace(
-        ct._PROMPT, ct._PROMPT.replace("assistant\\n", "assistant\\n<think>\\n")
-    )
-    text = shown(chat("a", "<think>\nold\n</think>\n\nb", "c", "<think>\nnew\n</think>\n\nd"), tokenizer)
-    assert "<|im_start|>assistant\n⟦b<|im_end|>⟧\n" in text
-    assert text.endswith("<|im_start|>assistant\n<think>\n⟦new\n</think>\n\nd<|im_end|>⟧\n")
+@pytest.mark.parametrize("what", TEMPLATES)
+def test_what_is_trained_with_a_template_that_has(what):
+    family, template, tokens, row, expected = TEMPLATES[what]
+    tokenizer = ct.byte_tokenizer(family, template=template)
+    tokenizer.add_tokens(tokens)
+    assert shown(row, tokenizer).count(expected) == 1
 
 
 def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
@@ -173,18 +210,6 @@ def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
     _, counts = filter_rows([row, chat("a", "<think>c</think>b")], tokenizer)
     assert counts == {"kept": 2, "empty_reasoning": 1}
     assert list(counts.indices["empty_reasoning"]) == [0]
-
-
-def test_tags_leave_out_what_they_do_not_cover():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML_TAGGED.replace(
-        "{% generation %}{{ message.content }}",
-        "{{ '(note)' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '(note)' }}{% generation %}"
-        "{% if message.reasoning_content %}{{ message.reasoning_content }}{% endif %}",
-    )
-    row = chat("a", "b")
-    row["messages"][1]["reasoning_content"] = "why"
-    assert shown(row, tokenizer).endswith("(note)⟦b⟧(note)⟦why<|im_end|>⟧\n")
 
 
 @pytest.mark.parametrize("capture", ["macro", "set", None])
@@ -213,16 +238,10 @@ def test_tags_that_count_from_elsewhere_do_not_tell_a_start(capture):
             encode_chat(row, tokenizer)
 
 
-def test_a_header_quoted_by_the_template_itself():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = "{{ 'Write after <|im_start|>assistant\n.' }}" + ct.CHATML
-    assert shown(chat("", "b"), tokenizer).endswith("<|im_start|>assistant\n⟦b<|im_end|>⟧\n")
-
-
 def test_templates_that_depend_on_what_the_user_wrote():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = (
-        "{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML
+    tokenizer = ct.byte_tokenizer(
+        "chatml",
+        template="{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML,
     )
     assert "⟦b<|im_end|>⟧" in shown(chat("a, please", "b"), tokenizer)
     # Now the user's own text stays in the second rendering, so it must not look like a header.
@@ -256,22 +275,24 @@ def test_a_template_that_cannot_be_followed_is_refused(old, new, reason):
 
 
 def test_a_second_answer_in_a_row_without_a_header_is_refused():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML.replace(
-        ct._ROLE,
-        "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != message.role %}"
-        + ct._ROLE
-        + "{% endif %}",
+    tokenizer = ct.byte_tokenizer(
+        "chatml",
+        template=ct.CHATML.replace(
+            ct._ROLE,
+            "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != message.role %}"
+            + ct._ROLE
+            + "{% endif %}",
+        ),
     )
     with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
         encode_chat(chat("a", "b", ("assistant", "c")), tokenizer)
 
 
 def test_a_template_that_refuses_the_conversation_names_itself():
-    tokenizer = ct.byte_tokenizer("gemma")
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        + ct.GEMMA
+    tokenizer = ct.byte_tokenizer(
+        "gemma",
+        template="{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}" + ct.GEMMA,
     )
     with pytest.raises(ChatTemplateError, match="System role not supported; change the row"):
         encode_chat(chat(("system", "s"), "a", "b"), tokenizer)
@@ -326,3 +347,63 @@ def test_the_worked_example_at_the_top_of_the_module_is_true():
     assert leaves[column:].rstrip() == f"{'^' * 6:>{question + 6}}{'^':>{answer + 1 - question - 6}}"
     assert trained[column:] == f"{'':>{turn.start}}{'~' * (turn.end - turn.start)}"
     assert text[turn.start : turn.end] == "2<|im_end|>"
+
+
+# --- tokens and where they stand, beside the offsets of a tokenizer that trims none -------------------------
+
+TEXTS = [
+    "The answer is 42.  And   so on\n\n\n  indented\ttab \n",
+    "Größe: 3 µm, naïve café — “quoted” …",
+    "東京へ行きました。🙂👩‍👩‍👧 и ещё немного",
+    " leading and trailing ",
+    "<|start|>user\nWhat?<|end|>\n<|start|>assistant\n  It is 🙂.<|end|>",
+    "\u2028line\u00a0no-break\x00nul",
+    "",
+]
+
+
+def _trained(normalizer: Any = None, *, trim_offsets: bool = False, **pre: bool) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **pre})
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 4, trainer)
+    tokenizer.add_special_tokens(["<|start|>", "<|end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def _texts(number: int) -> list[str]:
+    draw = random.Random(0)
+    letters = [*"ab 1.\n\tüß東🙂\u0301", "  ", "<|start|>", "<|end|>", "\r\n", "e\u0301"]
+    return TEXTS + ["".join(draw.choices(letters, k=draw.randrange(40))) for _ in range(number)]
+
+
+def _places(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids and characters of each token, by the tokenizer."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return found["input_ids"], found["offset_mapping"]
+
+
+def test_each_edge_is_where_a_tokenizer_that_trims_nothing_has_it() -> None:
+    tokenizer = _trained(trim_offsets=False)
+    texts = _texts(300)
+    for text, tokens in zip(texts, tokenise(tokenizer, texts), strict=True):
+        ids, places = _places(tokenizer, text)
+        assert tokens.ids == ids
+        for position in range(len(text) + 1):
+            first = next((i for i, (start, _) in enumerate(places) if start >= position), len(ids))
+            assert tokens.first_from(position) == first, (text, position)
+
+
+def test_with_trimmed_offsets_a_word_begins_with_its_space_all_the_same() -> None:
+    tokenizer, plain = _trained(trim_offsets=True), _trained(trim_offsets=False)
+    texts = [text for text in _texts(100) if text]
+    pairs = zip(tokenise(tokenizer, texts), tokenise(plain, texts), texts, strict=True)
+    for tokens, expected, text in pairs:
+        for position in range(len(text) + 1):
+            first = expected.first_from(position)
+            assert tokens.first_from(position) == first, (text, position)
+            assert tokens.is_cut(position, first) == expected.is_cut(position, first), (text, position)

@@ -23,9 +23,7 @@ ENDLESS = {
 
 
 def _with(text: str) -> Any:
-    made = ct.byte_tokenizer("chatml")
-    made.chat_template = text + ct.CHATML
-    return made
+    return ct.byte_tokenizer("chatml", template=text + ct.CHATML)
 
 
 @pytest.mark.parametrize("name", ENDLESS)

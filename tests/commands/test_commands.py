@@ -134,14 +134,6 @@ def test_bad_input(model: Path, rows: Path, tmp_path: Path, capsys: pytest.Captu
     assert "max_length" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "plan", "inspect-data", "check"])
-def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*filter(None, [command]), "--help"])
-    assert ended.value.code == 0
-    assert "usage: fsdp-sft" in capsys.readouterr().out
-
-
 def test_help_and_version_load_nothing_heavy() -> None:
     check = (
         "import sys\nfrom fsdp_sft.commands import main\n"

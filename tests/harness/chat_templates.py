@@ -220,7 +220,10 @@ FAMILIES = {
 
 
 def byte_tokenizer(family: Family | str = "chatml", **changes: Any) -> PreTrainedTokenizerFast:
-    """One token per byte and per special token, so that the expected labels can be counted out."""
+    """One token per byte and per special token, so that the expected labels can be counted out.
+
+    ``template`` takes the place of the family's.
+    """
     family = FAMILIES[family] if isinstance(family, str) else family
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     return _wrap(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), family, **changes)
@@ -242,7 +245,9 @@ def bpe_tokenizer(family: Family | str = "chatml", **changes: Any) -> PreTrained
     return _wrap(tokenizer, family, **changes)
 
 
-def _wrap(tokenizer: Tokenizer, family: Family, **changes: Any) -> PreTrainedTokenizerFast:
+def _wrap(
+    tokenizer: Tokenizer, family: Family, template: str | None = None, **changes: Any
+) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
@@ -250,7 +255,7 @@ def _wrap(tokenizer: Tokenizer, family: Family, **changes: Any) -> PreTrainedTok
     if family.bos:
         settings["bos_token"] = family.bos
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**settings, **changes})
-    wrapped.chat_template = family.template
+    wrapped.chat_template = template or family.template
     return wrapped
 
 

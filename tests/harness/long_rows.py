@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp_sft as fs
+from tests.harness.device import device_here
 from tests.harness.models import VOCAB
 from tests.plain import gradients, mean_loss
 
@@ -53,3 +56,11 @@ def plain_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss, and its gradient of each parameter by name."""
     return gradients(model, [batch_of([row], PLAIN) for row in rows])
+
+
+def sharing_rows(model: Any, mesh: Any, **options: Any) -> Any:
+    """The model on this rank's device, computing in its dtype, whose rows the ranks of ``cp`` share."""
+    exact = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": model.dtype, **options}
+    fs.shard_model(model.to(device_here()), mesh=mesh, **exact)
+    fs.use_context_parallel(model, mesh=mesh)
+    return model

@@ -5,18 +5,20 @@ their peer do not take the blame. ``pool`` has the ranks, ``serving`` is what th
 """
 
 import functools
+import importlib
 import pickle
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from tests.harness import device
 from tests.harness.pool import Rank, give_back, group_of
 from tests.simulated.device import Simulated
 
+P = ParamSpec("P")
 _GRACE_SECONDS = 10  # what the other ranks get to fail by themselves once one has
 
 
@@ -46,6 +48,32 @@ def run_distributed(
     """
     task = functools.partial(function, *args, **kwargs)
     return run_task(task, device.for_ranks(world_size), timeout=timeout, fresh=fresh)
+
+
+def on_ranks(
+    world_size: int = 0, *, timeout: float = 120
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """A test whose body is run by each of several ranks, with what the test is given.
+
+    Args:
+        world_size: Number of ranks; 0 for as many as the test's argument ``ranks`` says.
+        timeout: In seconds, after which the ranks are killed.
+    """
+
+    def decorate(body: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(body)
+        def test(*args: P.args, **kwargs: P.kwargs) -> None:
+            task = functools.partial(_body_of, body.__module__, body.__name__, *args, **kwargs)
+            run_distributed(task, world_size or int(str(kwargs["ranks"])), timeout=timeout)
+
+        return test
+
+    return decorate
+
+
+def _body_of(module: str, name: str, /, *args: Any, **kwargs: Any) -> None:
+    """The body of a test, which a pickle finds by the test's name alone."""
+    getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
 
 
 def run_task(

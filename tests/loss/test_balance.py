@@ -13,10 +13,10 @@ import fsdp_sft as fs
 from fsdp_sft.loss import num_tokens
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
+from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import gradients_of
 from tests.harness.models import full, largest_error, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 COEFFICIENT = 0.5
 # By rank and micro-batch: unequal, rows of one token, no target in the first row of each.
@@ -75,7 +75,17 @@ def _plain(model: Any, micro_batches: list[list[Any]]) -> tuple[torch.Tensor, to
     return entropy, router
 
 
-def _check(shape: dict[str, int], kind: str, impl: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "shape", "kind", "impl"),
+    [
+        (1, {}, PACKED, "auto"),
+        (2, {}, PADDED, "auto"),
+        (2, {}, PACKED, "logits"),
+        (4, {"dp_replicate": 2}, PACKED, "logits"),
+    ],
+)
+@on_ranks()
+def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     plain, model = _mixture(), _mixture()
     rows = [_rows(r, m) for r in range(ranks) for m in range(3)]
@@ -105,24 +115,10 @@ def _check(shape: dict[str, int], kind: str, impl: Any) -> None:
         assert largest_error(gradients, {name: p.grad for name, p in plain.named_parameters()}) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shape", "kind", "impl"),
-    [
-        (1, {}, PACKED, "auto"),
-        (2, {}, PADDED, "auto"),
-        (2, {}, PACKED, "logits"),
-        (4, {"dp_replicate": 2}, PACKED, "logits"),
-    ],
-)
-def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> None:
-    run_distributed(_check, ranks, shape, kind, impl)
-
-
-def _check_shared_rows() -> None:
+@on_ranks(2)
+def test_rows_that_ranks_share_have_no_routers_loss() -> None:
     model, batch = _mixture(), _batch(0, 0, PADDED)
-    mesh = mesh_here(cp=2)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh_here(cp=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for call in (
         lambda: fs.train_step(model, [batch], optimizer),
@@ -135,24 +131,15 @@ def _check_shared_rows() -> None:
     assert fs.train_step(model, [batch], optimizer).router_loss == 0.0
 
 
-def test_rows_that_ranks_share_have_no_routers_loss() -> None:
-    run_distributed(_check_shared_rows, 2)
-
-
-def _check_losses_of_tokens() -> None:
+@on_ranks(2)
+def test_losses_of_tokens_need_no_routers_loss() -> None:
+    """A mixture's config asks for it, and the mask is that of rows of which a rank has a part."""
     batch = _batch(0, 0, PADDED)
     plain, model = (tiny_model("mixtral", output_router_logits=True) for _ in range(2))
     expected = fs.token_losses(plain, batch).detach()
-    mesh = mesh_here(cp=2)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh_here(cp=2))
     found = fs.token_losses(model, {name: value.to(device_here()) for name, value in batch.items()})
     assert torch.allclose(found.detach().cpu(), expected.cpu(), rtol=1e-5, atol=1e-6)
-
-
-def test_losses_of_tokens_need_no_routers_loss() -> None:
-    """A mixture's config asks for it, and the mask is that of rows of which a rank has a part."""
-    run_distributed(_check_losses_of_tokens, 2)
 
 
 def test_what_fills_a_pack_up_is_no_token() -> None:

@@ -1,12 +1,11 @@
 """The loss of a model without logits against logits and cross entropy, alone and sharded."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft.loss.counting import counted_tokens, num_tokens
@@ -25,7 +24,7 @@ from tests.harness.models import (
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
@@ -54,57 +53,24 @@ def test_gradients_equal_logits_and_cross_entropy(ranks: int, dtype: torch.dtype
     print(f"{ranks} ranks, {dtype}: largest error {max(errors.values()):.1e} of {len(errors)} cases")
 
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "hsdp": (4, {"mesh_shape": {"dp_replicate": 2}}),
-    "ddp": (2, {"mesh_shape": {"dp_replicate": 2, "dp_shard": 1}}),
-    "offload": (2, {"offload_policy": CPUOffloadPolicy()}),
-    "zero2": (2, {"reshard_after_forward": False}),
-    "sac": (2, {"prepare": "sac"}),
-    "compile": (2, {"prepare": "compile"}),
-    "frozen head": (2, {"prepare": "frozen head"}),
-    "only the head": (2, {"prepare": "only the head"}),
-}
-
-
-def _prepared(model: Any, what: str | None) -> Any:
-    if what == "sac":
-        fs.apply_sac(model, "1/2")
-    elif what == "compile":
-        fs.apply_sac(model, "1/2")
-        fs.compile_blocks(model, backend="aot_eager")
-    elif what == "frozen head":
-        model.lm_head.requires_grad_(False)
-    elif what == "only the head":
-        model.requires_grad_(False)
-        model.lm_head.requires_grad_(True)
-    return model
-
-
-def _check_case(options: dict[str, Any]) -> None:
-    options = dict(options)
-    what = options.pop("prepare", None)
+@pytest.mark.parametrize("frozen", ["the head", "all but the head"])
+@on_ranks(2, timeout=240)
+def test_gradients_of_a_frozen_part(frozen: str) -> None:
     for own_group, accumulate in itertools.product((False, True), ("all", "none", "reduce_scatter")):
         batches = ragged_batches(2 * dist.get_world_size())
         model = family_model("granite", torch.float64)
-        if what in ("frozen head", "only the head"):
-            _prepared(model, what)
+        model.requires_grad_(frozen == "the head")
+        model.lm_head.requires_grad_(frozen != "the head")
         _, expected = oracle_gradients(model, batches)
-        model = shard_by_heads(_prepared(model, what), own_group=own_group, **options)
+        shard_by_heads(model, own_group=own_group)
         # Nothing was prepared: the first loss of the window does it.
         actual = window_gradients(model, own_batches(batches), accumulate=accumulate, impl="chunked")
         error = largest_error(actual, expected)
         assert error <= 1e-10, (own_group, accumulate, error)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case == "compile" else case for case in CASES]
-)
-def test_gradients_equal_logits_and_cross_entropy_with(case: str) -> None:
-    ranks, options = CASES[case]
-    run_distributed(_check_case, ranks, options, timeout=240)
-
-
-def _check_mixed_precision() -> None:
+@on_ranks(2, timeout=240)
+def test_mixed_precision_agrees_with_its_own_logits() -> None:
     batches = own_batches(ragged_batches(4))
     for own_group, dtype in itertools.product((False, True), (torch.bfloat16, torch.float16)):
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
@@ -118,10 +84,6 @@ def _check_mixed_precision() -> None:
         fused = window_gradients(model, batches, impl="chunked")
         error = largest_error(fused, window_gradients(model, batches, impl="logits"))
         assert error <= (5e-2 if dtype == torch.bfloat16 else 2e-2), error
-
-
-def test_mixed_precision_agrees_with_its_own_logits() -> None:
-    run_distributed(_check_mixed_precision, 2, timeout=240)
 
 
 def test_a_first_token_is_no_target() -> None:

@@ -12,10 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, tiny_architecture
+from tests.harness.device import mesh_here
 from tests.harness.losses import (
+    ADAPTERS,
+    ADDED,
+    Largest,
+    adapted_model,
     family_model,
     own_batches,
     relative_error,
@@ -25,16 +31,18 @@ from tests.harness.losses import (
 )
 from tests.harness.models import (
     VOCAB,
+    full,
     largest_error,
     oracle_gradients,
     oracle_loss,
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 
-def _check_left_as_it_was() -> None:
+@on_ranks(2)
+def test_preparing_leaves_the_model_as_it_was() -> None:
     model = shard_by_heads(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1))
     model.transformer.h[0].eval()
     batch = own_batches(ragged_batches(2))[0]
@@ -55,15 +63,6 @@ def _check_left_as_it_was() -> None:
     assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
 
 
-def test_preparing_leaves_the_model_as_it_was() -> None:
-    run_distributed(_check_left_as_it_was, 2)
-
-
-class _Head(nn.Linear):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden).square()
-
-
 def _odd(kind: str) -> Any:
     model = tiny_model("llama")
     if kind == "square after the head":
@@ -77,10 +76,6 @@ def _odd(kind: str) -> Any:
             return output
 
         model.forward = squared
-    elif kind == "another head":
-        head = _Head(32, VOCAB, bias=False)
-        head.weight = model.lm_head.weight
-        model.lm_head = head
     elif kind == "adapter":
         # A head with a parameter of its own that does nothing yet: its output alone would not show it.
         model.lm_head.lora = nn.Parameter(torch.zeros(VOCAB, 32))
@@ -100,7 +95,6 @@ def _odd(kind: str) -> Any:
 
 ODD = {
     "square after the head": "neither a scale nor a soft cap",
-    "another head": "not a plain nn.Linear",
     "adapter": "not a plain nn.Linear",
     "head used twice": "calls the head 2 times",
     "no head": "names no output embeddings",
@@ -159,17 +153,19 @@ def test_a_choice_is_made_once_and_ends_with_its_model(caplog: pytest.LogCapture
 
 
 def test_the_wrong_models_and_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="impl must be one of"):
-        fs.prepare_loss(tiny_model("llama"), impl="liger")
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        fs.prepare_loss(tiny_model("t5"))
-    with pytest.raises(ValueError, match=r"cannot be compared.*meta tensor"):
-        fs.prepare_loss(tiny_model("llama").to("meta"))
+    for message, model, options in (
+        ("impl must be one of", tiny_model("llama"), {"impl": "liger"}),
+        ("encoder-decoder", tiny_model("t5"), {}),
+        (r"cannot be compared.*meta tensor", tiny_model("llama").to("meta"), {}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fs.prepare_loss(model, **options)
     with pytest.raises(fs.ModelLossError, match=r"cannot be compared.*Give train_step and"):
         fs.loss_sum(tiny_model("bert"), ragged_batches(1)[0])
 
 
-def _check_a_failing_probe() -> None:
+@on_ranks(2, timeout=240)
+def test_training_goes_on_after_a_probe_that_failed() -> None:
     batches = ragged_batches(4)
     for own_group, place in itertools.product((False, True), ("block", "head")):
         model = family_model("llama")
@@ -195,11 +191,8 @@ def _check_a_failing_probe() -> None:
         )
 
 
-def test_training_goes_on_after_a_probe_that_failed() -> None:
-    run_distributed(_check_a_failing_probe, 2, timeout=240)
-
-
-def _check_one_rank_cannot() -> None:
+@on_ranks(2)
+def test_ranks_agree_on_a_fall_back() -> None:
     model = shard_by_heads(family_model("llama"))
     with pytest.raises(ValueError, match="ranks call with different arguments"):
         fs.prepare_loss(model, impl="logits" if dist.get_rank() else "auto")
@@ -208,10 +201,6 @@ def _check_one_rank_cannot() -> None:
     assert fs.prepare_loss(model) == "logits"
     with pytest.raises(ValueError, match=r"1 other ranks of the mesh could not|not a plain nn\.Linear"):
         fs.prepare_loss(model, impl="chunked")
-
-
-def test_ranks_agree_on_a_fall_back() -> None:
-    run_distributed(_check_one_rank_cannot, 2)
 
 
 @pytest.mark.slow
@@ -247,3 +236,117 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
     print("\n".join(f"{name}: {reason[:200]}" for name, reason in reasons.items()))
     assert max(errors.values()) <= 2e-6, max(errors, key=lambda name: errors[name])
     assert fused >= 0.9 * (len(class_names()) - refused) > 120
+
+
+# --- heads that peft has changed, that somebody hooks, or whose scale changes later ---
+
+
+def _window(model: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(7)  # of dropout
+    total, targets = 0.0, fs.count_targets(batches)
+    for batch in batches:
+        loss = fs.causal_lm_loss(model, batch, num_targets=targets)
+        loss.backward()
+        total += float(loss.detach())
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return total, gradients
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
+    pytest.importorskip("peft")
+    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
+    twin = copy.deepcopy(model)
+    torch.manual_seed(7)
+    expected = oracle_loss(twin, batches)
+    expected.backward()
+    gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    assert fs.prepare_loss(model) == "chunked"
+    loss, fused = _window(model, batches)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
+    assert largest_error(fused, gradients) <= 1e-9
+    with model.disable_adapter():
+        assert float(fs.loss_sum(with_loss(model, impl="chunked"), batches[0])[0].detach()) == pytest.approx(
+            float(fs.loss_sum(with_loss(model, impl="logits"), batches[0])[0].detach()), rel=1e-9
+        )
+    fs.prepare_loss(model)
+    rows = torch.randint(3, VOCAB, (1, 1000), generator=torch.Generator().manual_seed(0))
+    long = {"input_ids": rows[:, :100].repeat(10, 1), "labels": rows[:, :100].repeat(10, 1)}
+    with Largest() as largest:
+        fs.loss_sum(model, long)[0].backward()
+    assert largest.numel < 1000 * VOCAB, "as large as the logits"
+
+
+@pytest.mark.parametrize("kind", ADDED)
+def test_lora_on_the_head_gets_full_logits(kind: str) -> None:
+    pytest.importorskip("peft")
+    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
+    with pytest.raises(fs.ModelLossError, match=r"not a plain nn\.Linear: .*peft"):
+        fs.prepare_loss(model, impl="chunked")
+    torch.manual_seed(7)
+    expected = oracle_loss(model, batches)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    assert fs.prepare_loss(model) == "logits"
+    loss, own = _window(model, batches)
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
+    assert largest_error(own, gradients) <= 1e-9
+
+
+def _check_sharded() -> None:
+    batches = ragged_batches(2)
+    mine = batches[dist.get_rank() :: dist.get_world_size()]
+    for kind, impl in (("modules_to_save", "chunked"), ("lora", "logits")):
+        model = adapted_model(kind)
+        loss, expected = oracle_gradients(model, batches)
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        assert fs.prepare_loss(model) == impl, kind
+        _, actual = _window(model, mine)
+        error = largest_error(actual, expected)
+        assert error <= 1e-6, (kind, error)
+        assert fs.evaluate(model.eval(), mine).loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_sharded_heads_with_adapters() -> None:
+    pytest.importorskip("peft")
+    run_distributed(_check_sharded, 2)
+
+
+def _doubled(_module: Any, _args: Any, output: Any) -> Any:
+    if not isinstance(output, torch.Tensor):
+        output.logits = output.logits * 2
+        return output
+    return output * 2
+
+
+@pytest.mark.parametrize("place", ["lm_head", ""])
+def test_a_hook_that_changes_the_logits_is_heeded(place: str) -> None:
+    batch, model = ragged_batches(1)[0], tiny_model("llama")
+    model.get_submodule(place).register_forward_hook(_doubled)
+    expected = float(oracle_loss(model, [batch]).detach())
+    try:
+        total, count = fs.loss_sum(model, batch)
+    except fs.ModelLossError:
+        assert place == "", "the model's own loss is computed before this hook"
+    else:
+        assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
+        with pytest.raises(fs.ModelLossError, match="neither a scale nor a soft cap"):
+            fs.loss_sum(with_loss(model, impl="chunked"), batch)
+
+
+def test_hooks_that_change_nothing_of_the_logits_cost_nothing() -> None:
+    """One before the head, whose work the head is given, one that only looks, and torch's own observers."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    batch, model = ragged_batches(1)[0], tiny_model("llama")
+    model.lm_head.register_forward_pre_hook(lambda _module, args: (args[0] * 0.5,))
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    expected = float(oracle_loss(model, [batch]).detach())
+    fs.prepare_loss(model, impl="chunked")
+    with CommDebugMode():
+        total, count = fs.loss_sum(model, batch)
+    assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
+    assert seen[-1] == (), "the loss in place of the logits, as prepare_loss says"

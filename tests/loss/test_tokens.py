@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
@@ -16,7 +15,7 @@ from fsdp_sft.loss.blocks import Products
 from fsdp_sft.loss.linear import head_losses
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
+from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import (
     FAMILIES,
     draw_head,
@@ -29,7 +28,7 @@ from tests.harness.losses import (
     with_loss,
 )
 from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 from tests.plain import plain_token_losses
 
 BATCHES = {kind: batch_of(rows_of([6, 15, 1, 9], seed=2), kind) for kind in (PACKED, PADDED)}
@@ -83,17 +82,16 @@ def test_shift_labels_and_batches_without_targets() -> None:
 
 def test_what_cannot_be_given_is_refused() -> None:
     model, batch = tiny_model("llama"), ragged_batches(1)[0]
-    with pytest.raises(fs.BatchError, match="needs 'labels'"):
-        fs.token_losses(model, {"input_ids": batch["input_ids"]})
-    with pytest.raises(fs.BatchError, match="must be aligned"):
-        fs.token_losses(model, {**batch, "labels": batch["labels"][:, 1:]})
-    with pytest.raises(fs.ModelLossError, match="encoder-decoder"):
-        fs.token_losses(tiny_model("t5"), batch)
-    with pytest.raises(ValueError, match=r"labels must be -100 or in \[0, 101\)"):
-        fs.token_losses(model, {**batch, "labels": batch["labels"] + 2 * VOCAB})
     packed = {**BATCHES[PACKED], "attention_mask": torch.ones_like(BATCHES[PACKED]["input_ids"])}
-    with pytest.raises(fs.PackingError):
-        fs.token_losses(model, packed)
+    for error, message, one, given in (
+        (fs.BatchError, "needs 'labels'", model, {"input_ids": batch["input_ids"]}),
+        (fs.BatchError, "must be aligned", model, {**batch, "labels": batch["labels"][:, 1:]}),
+        (fs.ModelLossError, "encoder-decoder", tiny_model("t5"), batch),
+        (ValueError, r"-100 or in \[0, 101\)", model, {**batch, "labels": batch["labels"] + 2 * VOCAB}),
+        (fs.PackingError, "position_ids", model, packed),
+    ):
+        with pytest.raises(error, match=message):
+            fs.token_losses(one, given)
     losses = fs.token_losses(model, batch)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(losses.sum(), [*model.parameters()], create_graph=True)
@@ -138,7 +136,8 @@ def test_weights_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: 
     assert max(map(relative_error, *gradients)) <= 1e-12
 
 
-def _check_sharded() -> None:
+@on_ranks(2)
+def test_a_sharded_head_is_gathered_for_both_passes() -> None:
     kind = list(BATCHES)[dist.get_rank()]
     batch = {name: value.to(device_here()) for name, value in BATCHES[kind].items()}
     for family in FAMILIES:
@@ -155,18 +154,12 @@ def _check_sharded() -> None:
                 _is_close(found, (oracles[kind][0], mean), 1e-12)
 
 
-def test_a_sharded_head_is_gathered_for_both_passes() -> None:
-    run_distributed(_check_sharded, 2)
-
-
-def _check_shared_rows() -> None:
-    fs.init_distributed(device_type=device_here().type)
+@on_ranks(2)
+def test_ranks_that_share_rows_get_the_values_of_whole_rows() -> None:
     mesh = mesh_here(cp=2)
     for name in ("qwen3", "mixtral"):
         plain = tiny_model(name, dtype=torch.float64)
-        model = copy.deepcopy(plain).to(device_here())
-        fs.shard_model(model, mesh=mesh, master_dtype=torch.float64, mp_policy=MixedPrecisionPolicy())
-        fs.use_context_parallel(model, mesh=mesh)
+        model = sharing_rows(copy.deepcopy(plain), mesh)
         with AllFloat64():
             for batch in BATCHES.values():
                 here = {key: value.to(device_here()) for key, value in batch.items()}
@@ -174,10 +167,6 @@ def _check_shared_rows() -> None:
                 for impl in ("auto", "logits"):
                     # Each of the two ranks has computed the loss: it counts twice, and FSDP2 averages.
                     _is_close(_found(fs.token_losses, with_loss(model, impl=impl), here), expected, 1e-12)
-
-
-def test_ranks_that_share_rows_get_the_values_of_whole_rows() -> None:
-    run_distributed(_check_shared_rows, 2)
 
 
 def test_a_compiled_loss_and_compiled_blocks() -> None:

@@ -127,7 +127,7 @@ MISTAKES = [
         "step/loader.py",
         "if sampler is batches or (isinstance(loader, DataLoader) and batches is None):",
         "if sampler is batches:",
-        ("tests/sampling/test_sampler.py",),
+        ("tests/sampling/test_orders.py",),
     ),
     Mistake(
         "a step that is pruned while it is read is taken for damaged",
@@ -176,7 +176,7 @@ MISTAKES = [
         "_process/identity.py",
         'Path("/proc/sys/kernel/random/boot_id").read_text().strip()',
         '""',
-        ("tests/process/test_process.py",),
+        ("tests/process/test_limits.py",),
     ),
     Mistake(
         "a file that must not be read is taken for damaged",
@@ -197,14 +197,14 @@ MISTAKES = [
         "_ranks/tree.py",
         "        message = _send(group, child, message) or message",
         '        _send(group, child, message if isinstance(message, bytes) else b"")',
-        ("tests/ranks/test_tree.py",),
+        ("tests/ranks/test_agree.py",),
     ),
     Mistake(
         "ranks connect so late that the end of one is not noticed",
         "_ranks/agree.py",
         '            through_root(group, b"", lambda everyone: b"")\n',
         "",
-        ("tests/ranks/test_distributed.py", "tests/ranks/test_tree.py"),
+        ("tests/ranks/test_distributed.py", "tests/ranks/test_agree.py"),
     ),
     Mistake(
         "rank 0 decides although a rank has failed",

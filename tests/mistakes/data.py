@@ -5,7 +5,7 @@ from tests.mistakes.mistake import Mistake
 COLLATOR = ("tests/collate/test_collator.py",)
 ENCODED = ("tests/collate/test_encoded.py",)
 ORDERS = ("tests/sampling/test_orders.py",)
-COST = ("tests/sampling/packing/test_cost.py",)
+COST = ("tests/sampling/packing/test_packs.py",)
 TERMS = ("tests/loss/test_terms.py",)
 MISTAKES = [
     Mistake(
@@ -20,7 +20,7 @@ MISTAKES = [
         "step/window.py",
         "        made.data = to_device(batch.data, device)\n        return made\n",
         "        return to_device(batch.data, device)\n",
-        ("tests/step/test_kinds_of_batches.py",),
+        ("tests/step/test_own_loss.py",),
     ),
     Mistake(
         "an encoding does not depend on the options",

@@ -30,7 +30,7 @@ MISTAKES = [
         "metrics/plot.py",
         "    if bad:  #",
         "    if True:  #",
-        ("tests/metrics/test_watching.py::TestPlotRun::test_four_panels_and_an_axis_beside_two",),
+        ("tests/metrics/test_metrics.py::TestPlotRun::test_four_panels_and_an_axis_beside_two",),
     ),
     Mistake(
         "a password in an address is shown",

@@ -2,10 +2,10 @@
 
 from tests.mistakes.mistake import Mistake
 
-PACKS = ("tests/sampling/packing/test_first_use.py",)
+PACKS = ("tests/sampling/packing/test_verify.py",)
 MESHES = ("tests/ranks/test_meshes.py",)
 WRAPPERS = ("tests/model/test_wrappers.py",)
-HEADS = ("tests/loss/test_heads.py",)
+HEADS = ("tests/loss/test_prepare.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
         "an embedding is gathered anew for each token that is generated",

@@ -80,7 +80,7 @@ MISTAKES: list[Mistake] = [
         "loss/causal.py",
         "        verify_at_first_use(model, batch, mesh)",
         "        pass",
-        ("tests/sampling/packing/test_first_use.py",),
+        ("tests/sampling/packing/test_verify.py",),
     ),
     Mistake(
         "gradients of a window that was given up are kept",
@@ -101,7 +101,7 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "            forget_unscaled(scaler)",
         "            pass",
-        ("tests/step/test_scaler.py",),
+        ("tests/step/test_optimizers.py",),
     ),
     Mistake(
         "an error that cannot be described is not sent",
@@ -360,7 +360,7 @@ MISTAKES: list[Mistake] = [
         "step/loader.py",
         '            waiting.enter_context(waiting_for("ranks"))\n',
         "",
-        ("tests/metrics/test_watching.py::test_waiting_for_another_ranks_data_is_seen",),
+        ("tests/metrics/test_metrics.py::test_waiting_for_another_ranks_data_is_seen",),
     ),
     Mistake(
         "a schedule that the caller steps too is nobody's",

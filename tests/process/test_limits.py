@@ -3,6 +3,8 @@
 import errno
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft._process import limits
+from fsdp_sft._process.identity import process_state, this_process
 from fsdp_sft._ranks import agree
 from fsdp_sft._tensors import disk, reader, stored
 from fsdp_sft.collate import FilterCounts, encoded
@@ -152,3 +155,38 @@ def test_gloo_without_descriptors_is_no_lost_rank() -> None:
         raise error
     with pytest.raises(fs.LostRankError), agree.answered():
         raise RuntimeError("Connection closed by peer")
+
+
+# --- processes are told apart by their machine's start, not by its name -------------------------------------
+
+
+def test_processes_are_told_apart() -> None:
+    pid, born, machine = this_process()
+    assert process_state(pid, born, machine) == "running"
+    assert process_state(pid, born + "1", machine) == "dead", "another one had this number"
+    assert process_state(2**22 + 1, born, machine) == "dead"
+    # Two hosts of one name whose process namespaces have one number, as nearly all hosts have.
+    boot, _, namespace = machine.partition(" ")
+    assert namespace.startswith("pid:")
+    assert process_state(2**22 + 1, born, f"{boot[::-1]} {namespace}") == ""
+    assert process_state(pid, born, f"{boot} pid:[1]") == ""
+    assert process_state(pid, "", "") == ""
+
+
+def test_the_end_of_a_process_shows() -> None:
+    code = """if True:
+        from fsdp_sft._process.identity import this_process
+        print(*this_process(), sep=chr(31), flush=True)
+        input()
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    pid, born, machine = child.stdout.readline().rstrip("\n").split(chr(31))
+    process = int(pid), born, machine
+    assert process_state(*process) == "running"
+    child.kill()
+    while child.poll() is None:  # a corpse until somebody has asked
+        assert process_state(*process) in ("running", "dead")
+    assert process_state(*process) == "dead"

@@ -1,5 +1,6 @@
 """One verdict per phase, and the first error raised on every rank."""
 
+import os
 import re
 import threading
 import time
@@ -13,9 +14,11 @@ import torch.distributed as dist
 import fsdp_sft as fs
 from fsdp_sft import errors
 from fsdp_sft._ranks import agree
+from fsdp_sft._ranks.tree import through_root
+from fsdp_sft.errors import LostRankError
 from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import RankFailedError, on_ranks, run_distributed
 
 
 class _Picky(Exception):
@@ -45,7 +48,8 @@ class _OfTheCaller(KeyError):
     pass
 
 
-def _check_first_error() -> None:
+@on_ranks(3, timeout=30)
+def test_all_ranks_raise_the_first_error() -> None:
     rank = dist.get_rank()
     with agree.agreed("doing nothing"):
         pass
@@ -69,10 +73,6 @@ def _check_first_error() -> None:
     assert agree.control_group() is not dist.group.WORLD
 
 
-def test_all_ranks_raise_the_first_error() -> None:
-    run_distributed(_check_first_error, 3, timeout=30)
-
-
 def _of_ours(name: str) -> Exception:
     error: Exception = getattr(errors, name)(f"something about {name}", 3)
     vars(error)["where"] = Path("/a")
@@ -80,7 +80,8 @@ def _of_ours(name: str) -> Exception:
     return error
 
 
-def _hear_errors() -> None:
+@on_ranks(2, timeout=30)
+def test_errors_arrive_as_they_were_or_by_their_text() -> None:
     rank = dist.get_rank()
     as_they_were = [
         *(_of_ours(name) for name in fs.__all__ if name.endswith("Error")),
@@ -116,10 +117,6 @@ def _hear_errors() -> None:
             agree.raise_first(error if rank == 1 else None, "failing")
         assert type(caught.value) is fs.RemoteRankError if rank == 0 else caught.value is error
         assert rank == 1 or str(caught.value) == f"rank 1 raised {text}"
-
-
-def test_errors_arrive_as_they_were_or_by_their_text() -> None:
-    run_distributed(_hear_errors, 2, timeout=30)
 
 
 def test_without_a_group_there_is_nothing_to_exchange() -> None:
@@ -213,3 +210,39 @@ def test_ranks_in_different_calls_are_named(first: int, tmp_path: Path) -> None:
         assert re.search(r"is in save_checkpoint \(test_agree.py:\d+\)", told)
         assert re.search(r"is in windows \(test_agree.py:\d+\)", told)
         assert "all ranks have to make the same calls in the same order" in told
+
+
+# --- the tree over which ranks agree: what comes around, and a rank that is lost ----------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@on_ranks(timeout=60)
+def test_what_all_ranks_have_comes_around_in_their_order(ranks: int) -> None:
+    for length in (0, 1, 402, 403, 404, 5000, 1 << 20):
+        for of_rank in ([length] * ranks, [length * (other % 2) for other in range(ranks)]):
+            everyone = [bytes([r]) * many for r, many in enumerate(of_rank)]
+            own = everyone[dist.get_rank()]
+            assert through_root(dist.group.WORLD, own, b"|".join) == b"|".join(everyone)
+
+
+def _lose(lost: int, folder: Path) -> None:
+    agree.control_group()
+    if dist.get_rank() == lost:
+        os._exit(7)
+    time.sleep(0.3)
+    with pytest.raises(LostRankError, match=f"rank {lost}: "):
+        agree.all_gather_objects(None)
+    (folder / str(dist.get_rank())).touch()
+    # Nobody learns of it by the end of another process: all have heard before the first ends.
+    deadline = time.monotonic() + 30
+    while len(list(folder.iterdir())) < 5:
+        assert time.monotonic() < deadline, f"only {sorted(folder.iterdir())} have heard"
+        time.sleep(0.05)
+    dist.destroy_process_group()  # which the lost one has no part in
+
+
+@pytest.mark.parametrize("lost", [0, 3, 5])
+def test_every_rank_hears_of_the_one_that_is_lost(lost: int, tmp_path: Path) -> None:
+    codes = [7 if rank == lost else None for rank in range(6)]
+    with pytest.raises(RankFailedError, match=re.escape(f"exit codes {codes} without a traceback")):
+        run_distributed(_lose, 6, lost, tmp_path, timeout=60)

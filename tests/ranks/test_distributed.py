@@ -20,6 +20,7 @@ import fsdp_sft as fs
 from fsdp_sft._compat.groups import careful_gloo
 from fsdp_sft._ranks import agree, init as module
 from fsdp_sft._ranks.init import DistributedContext, detect_launch
+from tests.harness import launches
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
@@ -254,8 +255,8 @@ def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     outside = {name: value for name, value in os.environ.items() if name not in ALL}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run([*command, str(script), str(tmp_path)], env=outside, timeout=120, check=True)
+    command = launches.torchrun(2, "--standalone", str(script), str(tmp_path))
+    subprocess.run(command, env=outside, timeout=120, check=True)
     for rank in range(2):
         *values, text = json.loads((tmp_path / f"{rank}.json").read_text())
         assert values == ["torchrun", rank, rank, 2, 3.0, 2]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import full, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 _ROWS = 23
 FLOAT32 = MixedPrecisionPolicy()
@@ -37,7 +37,8 @@ def _without_a_model(**given: Any) -> list[Any]:
     return [call() for call in _calls_without_a_model(**given)]
 
 
-def _check_the_only_mesh() -> None:
+@on_ranks(4)
+def test_without_a_model_the_only_mesh_is_taken_and_of_two_none() -> None:
     rank = dist.get_rank()
     early = fs.ResumableSampler(_ROWS)  # made before any mesh
     mesh = mesh_here(cp=2)
@@ -59,11 +60,8 @@ def _check_the_only_mesh() -> None:
     assert _without_a_model(mesh=other)[:4] == [4, rank, 4, rank]
 
 
-def test_without_a_model_the_only_mesh_is_taken_and_of_two_none() -> None:
-    run_distributed(_check_the_only_mesh, 4)
-
-
-def _check_two_models() -> None:
+@on_ranks(4)
+def test_each_model_knows_its_mesh() -> None:
     """A teacher and a student on meshes of their own, over the same ranks."""
     rank = dist.get_rank()
     meshes = {"student": mesh_here(), "teacher": mesh_here(dp_replicate=2)}
@@ -82,11 +80,8 @@ def _check_two_models() -> None:
         assert fs.evaluate(model, batches[rank::4]).loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_each_model_knows_its_mesh() -> None:
-    run_distributed(_check_two_models, 4)
-
-
-def _check_a_part() -> None:
+@on_ranks(4)
+def test_a_mesh_of_some_ranks_is_refused() -> None:
     part = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("job", "dp_shard"))["dp_shard"]
     for call in _calls_without_a_model(mesh=part):
         with pytest.raises(ValueError, match="leaves out some of the 4 ranks"):
@@ -104,7 +99,3 @@ def _check_a_part() -> None:
     ):
         with pytest.raises(fs.UnsupportedModelError, match="leaves out some of the 4 ranks"):
             call()
-
-
-def test_a_mesh_of_some_ranks_is_refused() -> None:
-    run_distributed(_check_a_part, 4)

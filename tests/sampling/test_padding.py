@@ -14,7 +14,7 @@ from fsdp_sft._tensors.rounding import TOLERANCES
 from fsdp_sft.sampling.verify import left_padding_error
 from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import mesh_here
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 ROWS = [list(range(20, 20 + length)) for length in (9, 4, 7, 6)]
 REFUSED = pytest.raises(fs.UnsupportedModelError, match="reads a row behind padding differently")
@@ -117,7 +117,8 @@ def test_positions_of_each_row_alone_make_it_right() -> None:
         fs.train_step(model, [batch], _sgd(model))
 
 
-def _one_rank_has_padding() -> None:
+@on_ranks(2)
+def test_all_ranks_refuse_what_one_has() -> None:
     model = fs.shard_model(tiny_architecture("GPTNeoForCausalLM"), mesh=mesh_here())
     alone = _batches("left", ROWS[:1])  # one row a rank: nobody has padding
     assert not fs.train_step(model, alone, _sgd(model)).skipped
@@ -127,10 +128,6 @@ def _one_rank_has_padding() -> None:
     with REFUSED:
         fs.evaluate(model, mine)
     assert not fs.train_step(model, alone, _sgd(model)).skipped, "nothing was lost"
-
-
-def test_all_ranks_refuse_what_one_has() -> None:
-    run_distributed(_one_rank_has_padding, 2)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ REASONS: dict[str, str] = {
     ),
 }
 
-_STARTS_RANKS = {"run_distributed", "run_simulated", "for_ranks", "for_launched", "Program"}
+_STARTS_RANKS = {"on_ranks", "run_distributed", "run_simulated", "for_ranks", "for_launched", "Program"}
 
 
 def reason(nodeid: str) -> str | None:

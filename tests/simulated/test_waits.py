@@ -1,13 +1,20 @@
 """What the simulated device tells: waits of the host, and memory."""
 
+import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from tests.simulated.ranks import run_simulated
 
+SLOW = 0.3  # seconds that a copy to the device takes
 # What a line makes the host wait for on CUDA, by the kinds that the simulator reports.
 WAITS: dict[str, tuple[Callable[[torch.Tensor], Any], list[str]]] = {
     "a product": (lambda x: (x @ x).relu_(), []),
@@ -55,6 +62,28 @@ def _waits() -> dict[str, list[str]]:
 
 def test_the_host_waits_where_it_would_on_cuda() -> None:
     assert run_simulated(_waits, 1) == [{name: kinds for name, (_, kinds) in WAITS.items()}]
+
+
+def _ahead() -> tuple[float, bool]:
+    """Seconds that the host took to queue a chain of operators behind a slow copy; whether it is computed."""
+    host, device = torch.arange(64.0).view(8, 8).pin_memory(), torch.zeros(8, 8, device="sim")
+
+    def chain() -> torch.Tensor:
+        device.copy_(host, non_blocking=True)
+        x = F.layer_norm(device @ device.t(), (8,)) * 2
+        return torch.cat([*x.split([3, 5]), x]).softmax(-1).sum(0)
+
+    first = chain().cpu()  # with such arguments for the first time
+    start = time.monotonic()
+    second = chain()
+    seconds = time.monotonic() - start
+    return seconds, torch.equal(second.cpu(), first)
+
+
+def test_the_host_runs_ahead_of_operators_it_has_met_before() -> None:
+    ((seconds, equal),) = run_simulated(_ahead, 1, copy_delay=SLOW)
+    assert equal
+    assert seconds < SLOW / 2
 
 
 def _where_it_waits() -> tuple[str, str | None, str]:
@@ -110,3 +139,55 @@ def test_memory_is_counted_as_the_caching_allocator_of_cuda_counts_it() -> None:
             "on the other": 0,
         }
     ]
+
+
+# --- how collectives fail: as NCCL's do, which hang until a watchdog ends the process -----------------------
+
+SECONDS = 2.0
+
+
+def _group() -> Any:
+    """A group with a short time-out, whose failures raise; by default they would end the process."""
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+    return dist.new_group(backend="cpu:gloo,sim:simccl", timeout=timedelta(seconds=SECONDS))
+
+
+def _reduce(group: Any, elements: int = 4) -> None:
+    tensor = torch.ones(elements, device="sim")
+    dist.all_reduce(tensor, group=group)
+    tensor.tolist()
+
+
+def _differ(how: str) -> tuple[str, float, float]:
+    """What a failing collective raises, how long a call takes, and how long it is waited for."""
+    group, rank = _group(), dist.get_rank()
+    dist.barrier()
+    start = time.monotonic()
+    dist.all_reduce(torch.ones(1, device="sim"), group=group, async_op=True).wait()
+    queued = time.monotonic() - start
+    message = ""
+    try:
+        if how == "sizes":
+            _reduce(group, 4 + rank)
+        elif rank == 0:
+            _reduce(group)
+        else:  # stays away
+            time.sleep(1.5 * SECONDS)
+    except dist.DistBackendError as error:
+        message = str(error)
+    return message, queued, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("away", "not every rank has called it"),
+        ("sizes", "rank 0 calls all_reduce of 4 Float, reduction 0; rank 1 calls all_reduce of 5 Float"),
+    ],
+)
+def test_ranks_that_differ_hang_until_the_time_out(how: str, says: str) -> None:
+    (message, queued, waited), _ = run_simulated(_differ, 2, how, fresh=True)
+    assert "Watchdog caught collective operation timeout" in message
+    assert says in message
+    assert queued < SECONDS / 2, "the host must not wait for a collective"
+    assert waited > 0.9 * SECONDS

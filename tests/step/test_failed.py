@@ -22,7 +22,8 @@ from tests.harness.models import (
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
+from tests.plain import step as step_of
 
 
 class _Planned(Exception):
@@ -108,7 +109,9 @@ def test_the_same_on_several_ranks(ranks: int, replicas: int, modes: tuple[str, 
             assert error < 1e-5, (failure, error)
 
 
-def _given_up(how: str) -> None:
+@pytest.mark.parametrize("how", ["by an exception", "without one"])
+@on_ranks(2)
+def test_a_window_that_was_given_up_leaves_nothing(how: str) -> None:
     """A loop of the caller's own gives a window up; the next step is like the first of all."""
     model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
     fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
@@ -123,17 +126,11 @@ def _given_up(how: str) -> None:
     model.zero_grad()
     result = fs.train_step(model, window, optimizer, max_grad_norm=None)
     oracle = oracle_loss(plain, [{k: v.to(device_here()) for k, v in b.items()} for b in batches])
-    oracle.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
-    assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert result.grad_norm == pytest.approx(step_of(plain, [oracle], [])[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("how", ["by an exception", "without one"])
-def test_a_window_that_was_given_up_leaves_nothing(how: str) -> None:
-    run_distributed(_given_up, 2, how)
-
-
-def _after_a_failed_evaluation(folder: str) -> None:
+@on_ranks(2)
+def test_a_model_can_be_saved_and_trained_after_a_failed_evaluation(tmp_path: Path) -> None:
     model = tiny_model("llama")
     fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -151,9 +148,5 @@ def _after_a_failed_evaluation(folder: str) -> None:
         fails.append("planted")
         with pytest.raises(torch.OutOfMemoryError, match="planted"):
             call()
-        fs.save_checkpoint(folder, step, model=model, optimizer=optimizer)
+        fs.save_checkpoint(tmp_path, step, model=model, optimizer=optimizer)
         assert fs.train_step(model, window, optimizer).grad_norm == pytest.approx(before, rel=1e-6)
-
-
-def test_a_model_can_be_saved_and_trained_after_a_failed_evaluation(tmp_path: Path) -> None:
-    run_distributed(_after_a_failed_evaluation, 2, str(tmp_path))

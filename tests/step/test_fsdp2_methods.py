@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._model.sharded import reshard
+from tests import plain
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -161,6 +161,10 @@ def _trained(program: Program) -> list[float]:
     return [*norms, *(float(full(parameter).norm()) for parameter in model.parameters())]
 
 
+def _targets(batches: list[Any]) -> int:
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+
+
 def _plain(acts: tuple[Act, ...]) -> list[float]:
     """The same of one process without shards, where only hooks matter."""
     model = tiny_model("llama")
@@ -172,17 +176,9 @@ def _plain(acts: tuple[Act, ...]) -> list[float]:
             if act.what in HOOKS and (act.when == LATER) == (step == 1):
                 _act(act, model, optimizer)
         window = ragged_batches(4 * ranks)[2 * step * ranks : 2 * (step + 1) * ranks]
-        targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
-        for first in (0, ranks):  # a micro-batch of all ranks
-            summed = torch.zeros(())
-            for batch in window[first : first + ranks]:
-                logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-                flat = logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-                summed = summed + F.cross_entropy(*flat, reduction="sum")
-            (summed / targets).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
-        optimizer.step()
-        optimizer.zero_grad()
+        parts = (window[:ranks], window[ranks:])  # a micro-batch of all ranks each
+        losses = (plain.mean_loss(model, part) * _targets(part) / _targets(window) for part in parts)
+        norms.append(plain.step(model, losses, [optimizer], max_norm=0.01)[1])
     return [*norms, *(float(parameter.detach().norm()) for parameter in model.parameters())]
 
 

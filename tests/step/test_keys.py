@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_config, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -43,7 +43,8 @@ def _with_image(batch: dict[str, Any]) -> dict[str, Any]:
     return {**batch, "pixel_values": torch.ones(len(batch["input_ids"]), 4)}
 
 
-def _check_different_keys() -> None:
+@on_ranks(2, timeout=20)
+def test_ranks_with_different_keys_are_refused_by_name() -> None:
     rank = dist.get_rank()
     model = _seeing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,11 +64,9 @@ def _check_different_keys() -> None:
     assert fs.train_step(model, window, optimizer).skipped is False
 
 
-def test_ranks_with_different_keys_are_refused_by_name() -> None:
-    run_distributed(_check_different_keys, 2, timeout=20)
-
-
-def _check_stand_ins(replicas: int) -> None:
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@on_ranks(timeout=60)
+def test_a_rank_that_has_run_out_stands_in_with_the_keys_of_the_others(ranks: int, replicas: int) -> None:
     rank = dist.get_rank()
     texts = ragged_batches(4)[:3]
     images = [_with_image(batch) for batch in texts]
@@ -95,12 +94,8 @@ def _check_stand_ins(replicas: int) -> None:
         assert result.loss == pytest.approx(total / count, rel=1e-6)
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_a_rank_that_has_run_out_stands_in_with_the_keys_of_the_others(ranks: int, replicas: int) -> None:
-    run_distributed(_check_stand_ins, ranks, replicas, timeout=60)
-
-
-def _check_different_options() -> None:
+@on_ranks(2)
+def test_ranks_with_different_options_are_refused() -> None:
     rank = dist.get_rank()
     model = fs.shard_model(tiny_model("mixtral"), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -119,7 +114,3 @@ def _check_different_options() -> None:
                 fs.evaluate(model, [batch], **{name: values[rank]})
     assert all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
     fs.train_step(model, [batch], optimizer, max_grad_norm=(1, 1.0)[rank])
-
-
-def test_ranks_with_different_options_are_refused() -> None:
-    run_distributed(_check_different_options, 2)

@@ -1,20 +1,19 @@
 """The first window: recognised mistakes are errors on all ranks, what may be meant is one warning."""
 
 import logging
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
+from tests.harness.long_rows import sharing_rows
 from tests.harness.models import VOCAB, tiny_model
-from tests.harness.ranks import run_distributed
-
-FLOAT32 = MixedPrecisionPolicy()
+from tests.harness.ranks import on_ranks
 
 
 def _batch(seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, Any]:
@@ -88,19 +87,9 @@ def test_what_is_no_mistake_is_trained(case: str) -> None:
     assert not fs.train_step(model, [_right()[case]], optimizer).skipped
 
 
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
-    handler, logger = _Said(), logging.getLogger("fsdp_sft.step")
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
-    fs.use_context_parallel(model, mesh=mesh)
+    handler, logger = BufferingHandler(100), logging.getLogger("fsdp_sft.step")
+    model = sharing_rows(tiny_model("llama"), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     logger.addHandler(handler)
     try:
@@ -108,10 +97,11 @@ def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
             fs.train_step(model, window, optimizer)
     finally:
         logger.removeHandler(handler)
-    return handler.said
+    return [record.getMessage() for record in handler.buffer if record.levelno >= logging.WARNING]
 
 
-def _check_equal_rows() -> None:
+@on_ranks(4, timeout=60)
+def test_ranks_with_the_same_rows_are_named() -> None:
     rank = dist.get_rank()
     mesh = mesh_here()
     said = _steps(mesh, [_batch(0)], [_batch(0)])
@@ -132,7 +122,3 @@ def _check_equal_rows() -> None:
     said = _steps(mesh, [_batch(0)])
     assert len(said) == (rank == 0)
     assert not said or "same rows" in said[0]
-
-
-def test_ranks_with_the_same_rows_are_named() -> None:
-    run_distributed(_check_equal_rows, 4, timeout=60)

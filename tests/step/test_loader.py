@@ -11,10 +11,11 @@ import fsdp_sft as fs
 from fsdp_sft.step.window import num_rows
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 
-def _check_windows() -> None:
+@on_ranks(2, timeout=60)
+def test_windows_keep_ranks_together() -> None:
     rank = dist.get_rank()
     batches = ragged_batches(9)
     lengths = [len(window) for window in fs.windows(batches[: 5 + 2 * rank], 3)]
@@ -80,7 +81,8 @@ class _Rows:
         self.consumed.append(count)
 
 
-def _check_mapped() -> None:
+@on_ranks(2, timeout=60)
+def test_batches_are_mapped_where_they_are_read() -> None:
     batches = ragged_batches(4)
 
     def renamed(batch: Any) -> Any:
@@ -97,14 +99,6 @@ def _check_mapped() -> None:
     with pytest.raises(KeyError, match="tokens") as caught:
         list(fs.windows(batches if dist.get_rank() else theirs, 2, map_fn=renamed))
     assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
-
-
-def test_batches_are_mapped_where_they_are_read() -> None:
-    run_distributed(_check_mapped, 2, timeout=60)
-
-
-def test_windows_keep_ranks_together() -> None:
-    run_distributed(_check_windows, 2, timeout=60)
 
 
 def _rows(number: int, first: int = 3) -> list[dict[str, Any]]:

@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.long_rows import PADDED, batch_of, rows_of
+from tests.harness.long_rows import PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
-from tests.plain import plain_token_losses
+from tests.harness.ranks import on_ranks
+from tests.plain import plain_token_losses, step as step_of
 
 BETA = 0.5
 LossesOf = Callable[[Any, Any], torch.Tensor]
-MESHES = [(1, {}), (2, {}), (2, {"cp": 2})]
 
 
 def _reference(seed: int = 3) -> Any:
@@ -82,17 +80,17 @@ CASES: dict[str, Any] = {
 }
 
 
-def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
-    fs.init_distributed(device_type=device_here().type)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "shape"),
+    [("dpo", 1, {}), ("dpo", 2, {}), ("dpo", 2, {"cp": 2}), ("weighted", 2, {"cp": 2})],
+)
+@on_ranks()
+def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
     shares = dist.get_world_size() // shape.get("cp", 1)
     share = dist.get_rank() // shape.get("cp", 1)
     mesh = mesh_here(**shape)
-    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": torch.float64}
     plain = tiny_model("qwen3", dtype=torch.float64)
-    model = fs.shard_model(copy.deepcopy(plain).to(device_here()), mesh=mesh, **options)
-    reference = fs.shard_model(_reference().to(device_here()), mesh=mesh, **options)
-    for one in (model, reference):
-        fs.use_context_parallel(one, mesh=mesh)
+    model, reference = (sharing_rows(one, mesh) for one in (copy.deepcopy(plain), _reference()))
     loss_of, make, count = CASES[kind]
     functions = {"loss_fn": lambda m, b: loss_of(fs.token_losses, m, reference, b), "count_fn": count}
     oracle, known = partial(loss_of, plain_token_losses), _reference()
@@ -106,11 +104,8 @@ def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
             found = [oracle(plain, known, batch) for batch in everything]
             divisor = sum(count(batch) for batch in everything)
             loss = sum(one for one, _ in found) / divisor
-            loss.backward()
-            norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
-            other.step()
-            other.zero_grad()
-            assert result.loss == pytest.approx(float(loss.detach()), rel=1e-9), step
+            total, norm = step_of(plain, [loss], [other], max_norm=1.0)
+            assert result.loss == pytest.approx(total, rel=1e-9), step
             assert result.grad_norm == pytest.approx(norm, rel=1e-9), step
             assert result.target_weight == pytest.approx(divisor, rel=1e-12)
             assert result.num_targets == round(divisor)
@@ -133,17 +128,9 @@ def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
         )
 
 
-@pytest.mark.parametrize(("ranks", "shape"), MESHES)
-@pytest.mark.parametrize("kind", CASES)
-def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
-    run_distributed(_check_equals_plain_training, ranks, kind, shape)
-
-
-def _check_shared_rows_of_own_loss() -> None:
-    fs.init_distributed(device_type=device_here().type)
-    mesh = mesh_here(cp=2)
-    model = fs.shard_model(tiny_model("qwen3").to(device_here()), mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+@on_ranks(2, timeout=60)
+def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
+    model = sharing_rows(tiny_model("qwen3"), mesh_here(cp=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = batch_of(rows_of([6, 15, 1, 9]), PADDED)
 
@@ -168,15 +155,12 @@ def _check_shared_rows_of_own_loss() -> None:
         assert (own.num_targets, own.num_tokens) == (plain.num_targets, plain.num_tokens)
 
 
-def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
-    run_distributed(_check_shared_rows_of_own_loss, 2, timeout=60)
-
-
 def _num_rows(batch: Any) -> int:
     return len(batch["labels"])
 
 
-def _check_metrics() -> None:
+@on_ranks(2, timeout=60)
+def test_metrics_are_summed_over_window_and_ranks() -> None:
     rank = dist.get_rank()
     model = fs.shard_model(
         tiny_model("llama").to(device_here()), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy()
@@ -195,7 +179,3 @@ def _check_metrics() -> None:
         assert result.metrics == {"both": 0.5, "first's": 4.0, "ones": 1.0}
     assert len(calls) == 2 * len(batches)
     assert fs.train_step(model, batches, optimizer).metrics == {}
-
-
-def test_metrics_are_summed_over_window_and_ranks() -> None:
-    run_distributed(_check_metrics, 2, timeout=60)

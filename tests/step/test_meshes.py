@@ -14,25 +14,23 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import fsdp_sft as fs
 from fsdp_sft.step.update import clip_gradients
+from tests import plain
 from tests.harness.device import device_here, device_type
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.models import full, largest_error, ragged_batches, tiny_model
+from tests.harness.ranks import on_ranks, run_distributed
 
 
 def _expected(
     model: Any, batches: list[Any], max_norm: float
 ) -> tuple[float, float, dict[str, torch.Tensor]]:
-    model = copy.deepcopy(model)
-    loss, gradients = oracle_gradients(model, batches)
-    for name, parameter in model.named_parameters():
-        parameter.grad = gradients[name].clone()
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-    return loss, norm, {name: p.grad for name, p in model.named_parameters()}
+    model, gradients = copy.deepcopy(model), dict[str, torch.Tensor]()
+    losses = [plain.mean_loss(model, batches)]
+    return *plain.step(model, losses, [], max_norm=max_norm, keep=gradients), gradients
 
 
-def _check_step(model: Any, plain: Any, batches: list[Any], mine: list[Any]) -> None:
+def _check_step(model: Any, beside: Any, batches: list[Any], mine: list[Any]) -> None:
     """One step of SGD with rate 1, whose move is the clipped gradient."""
-    loss, norm, expected = _expected(plain, batches, 0.5)
+    loss, norm, expected = _expected(beside, batches, 0.5)
     before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
     result = fs.train_step(model, mine, optimizer, max_grad_norm=0.5)
@@ -43,7 +41,8 @@ def _check_step(model: Any, plain: Any, batches: list[Any], mine: list[Any]) -> 
     assert largest_error(moved, expected) <= 2e-5
 
 
-def _check_kinds() -> None:
+@on_ranks(4)
+def test_the_norm_over_several_meshes_is_that_of_the_whole() -> None:
     rows = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
     columns = init_device_mesh(device_type(), (4,))
     layouts = [
@@ -54,23 +53,19 @@ def _check_kinds() -> None:
     ]
     for max_norm in (None, 0.5, 1e9):
         torch.manual_seed(0)
-        plain = torch.nn.ParameterList(torch.randn(6, 5) for _ in range(6))
+        whole = torch.nn.ParameterList(torch.randn(6, 5) for _ in range(6))
         sharded = torch.nn.ParameterList()
-        for index, parameter in enumerate(plain):
+        for index, parameter in enumerate(whole):
             parameter.grad = torch.randn(6, 5)
             value, gradient = (x.detach().clone().to(device_here()) for x in (parameter, parameter.grad))
             if index < len(layouts):
                 value, gradient = (distribute_tensor(x, *layouts[index]) for x in (value, gradient))
             sharded.append(torch.nn.Parameter(value))
             sharded[-1].grad = gradient
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e12 if max_norm is None else max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e12 if max_norm is None else max_norm)
         assert float(clip_gradients(sharded, max_norm)) == pytest.approx(float(norm), rel=1e-6)
-        for one, other in zip(plain, sharded, strict=True):
+        for one, other in zip(whole, sharded, strict=True):
             torch.testing.assert_close(full(other.grad), one.grad)
-
-
-def test_the_norm_over_several_meshes_is_that_of_the_whole() -> None:
-    run_distributed(_check_kinds, 4)
 
 
 def test_the_norm_of_many_elements_on_the_host_is_exact() -> None:
@@ -86,7 +81,7 @@ def _check_expert_parallel(folder: str, options: dict[str, int]) -> None:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    plain = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    beside = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     model = tf.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, distributed_config=DistributedConfig(**options)
     ).train()
@@ -95,7 +90,7 @@ def _check_expert_parallel(folder: str, options: dict[str, int]) -> None:
             fs.evaluate(model, ragged_batches(2))
         return
     batches = ragged_batches(2 * ranks)
-    _check_step(model, plain, batches, batches[rank::ranks])
+    _check_step(model, beside, batches, batches[rank::ranks])
 
 
 @pytest.mark.parametrize(

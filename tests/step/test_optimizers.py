@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 from transformers.optimization import Adafactor
 
 import fsdp_sft as fs
+from tests import plain
 from tests.harness.device import device_type, mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
+from tests.simulated.ranks import run_simulated
 
 
 def _split(model: Any) -> tuple[list[Any], list[Any]]:
@@ -39,22 +41,22 @@ def _plain(model: Any, windows: list[list[Any]]) -> list[tuple[float, float]]:
     schedulers = _schedulers(optimizers)
     results = []
     for window in windows:
-        loss, gradients = oracle_gradients(model, window)
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name]
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for one in (*optimizers, *schedulers):
+        results.append(plain.step(model, [plain.mean_loss(model, window)], optimizers, max_norm=0.5))
+        for one in schedulers:
             one.step()
-        results.append((loss, float(norm)))
     return results
 
 
-def _check_several(mesh_shape: dict[str, int], grad_sync: str) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize(
+    ("ranks", "mesh_shape", "grad_sync"), [(2, {}, "last"), (4, {"dp_replicate": 2}, "each")]
+)
+@on_ranks()
+def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: Any, grad_sync: str) -> None:
+    rank = dist.get_rank()
     windows = [ragged_batches(2 * ranks, seed=seed) for seed in range(3)]
-    plain = tiny_model("llama")
-    model = copy.deepcopy(plain)
-    expected = _plain(plain, windows)
+    beside = tiny_model("llama")
+    model = copy.deepcopy(beside)
+    expected = _plain(beside, windows)
     mesh = mesh_here(**mesh_shape)
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     optimizers = _two(model)
@@ -72,14 +74,7 @@ def _check_several(mesh_shape: dict[str, int], grad_sync: str) -> None:
         assert result.grad_norm == pytest.approx(norm, rel=1e-4)
     actual = {name: full(p.detach()) for name, p in model.named_parameters()}
     # Adam divides by the size of gradients that float32 knows to seven digits
-    assert largest_error(actual, {name: p.detach() for name, p in plain.named_parameters()}) <= 1e-4
-
-
-@pytest.mark.parametrize(
-    ("ranks", "mesh_shape", "grad_sync"), [(2, {}, "last"), (4, {"dp_replicate": 2}, "each")]
-)
-def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: Any, grad_sync: str) -> None:
-    run_distributed(_check_several, ranks, mesh_shape, grad_sync)
+    assert largest_error(actual, {name: p.detach() for name, p in beside.named_parameters()}) <= 1e-4
 
 
 def test_an_inf_in_one_of_them_skips_all() -> None:
@@ -143,13 +138,15 @@ def test_what_no_optimizer_of_several_has_is_named() -> None:
 
 def _made_while_gathered() -> str:
     model = tiny_model("qwen2-tied")
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
     fs.shard_model(model, mesh=mesh_here())
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4]]))  # the root's parameters stay gathered
     stale = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(fs.OptimizerError, match="none of the model's parameters") as raised:
-        fs.train_step(model, ragged_batches(2), stale)
+    for optimizer in (early, stale):
+        with pytest.raises(fs.OptimizerError, match="none of the model's parameters") as raised:
+            fs.train_step(model, ragged_batches(2), optimizer)
     assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
     beside = torch.nn.Linear(2, 2)  # the caller's own, which the model does not have
     whole = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.1)
@@ -157,12 +154,13 @@ def _made_while_gathered() -> str:
     return str(raised.value)
 
 
-def test_an_optimizer_over_gathered_parameters_is_refused() -> None:
+def test_an_optimizer_made_before_sharding_or_over_gathered_parameters_is_refused() -> None:
     (message, _) = run_distributed(_made_while_gathered, 2)
     assert "model.embed_tokens.weight" in message
 
 
-def _steps_in_bfloat16() -> None:
+@on_ranks(2)
+def test_updates_that_bfloat16_loses_are_warned_of_once() -> None:
     batch = ragged_batches(2)[0]
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), master_dtype=torch.bfloat16)
     wide = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
@@ -179,10 +177,6 @@ def _steps_in_bfloat16() -> None:
                 fs.train_step(trained, [batch], optimizer)
         told = [str(w.message) for w in caught if "rounds them to the nearest" in str(w.message)]
         assert len(told) == (expected if dist.get_rank() == 0 else 0), make
-
-
-def test_updates_that_bfloat16_loses_are_warned_of_once() -> None:
-    run_distributed(_steps_in_bfloat16, 2)
 
 
 # By options; of the latter torch 2.13 lacks operations for shards, and later versions may have them.
@@ -202,16 +196,17 @@ def test_what_would_step_otherwise_is_refused() -> None:
     run_distributed(_refused, 2, "parameters are held more than once", *twice)
 
 
-def _of_torch() -> None:
+@on_ranks(2)
+def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     window = ragged_batches(2 * ranks)
-    plain = tiny_model("llama")
-    _, gradients = oracle_gradients(plain, window)
+    beside = tiny_model("llama")
+    _, gradients = oracle_gradients(beside, window)
     for name, options in [*((name, {}) for name in PLAIN), *LACKING.items()]:
-        expected = copy.deepcopy(plain)
+        expected = copy.deepcopy(beside)
         for key, parameter in expected.named_parameters():
             parameter.grad = gradients[key]
-        model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        model = fs.shard_model(copy.deepcopy(beside), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         make: Any = getattr(torch.optim, name)
         optimizer = make(model.parameters(), lr=1e-3, **options)
         refused = ""
@@ -226,5 +221,74 @@ def _of_torch() -> None:
         assert largest_error(actual, {key: p.detach() for key, p in expected.named_parameters()}) < 1e-3, name
 
 
-def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
-    run_distributed(_of_torch, 2)
+# --- a GradScaler with parameters that are kept on the host, on devices whose copies are slow ---------------
+
+
+def _trained(device: str, scaled_before: bool) -> tuple[list[float], list[float], dict[str, Any]]:
+    """(losses, norms, parameters) of two steps in float16, the scaler made by whichever way."""
+    model = tiny_model("llama")
+    fs.shard_model(
+        model,
+        mesh=fs.build_mesh(device_type=device),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+        offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu"),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    if scaled_before:
+        scaler.scale(torch.ones((), device=device))
+    rank = torch.distributed.get_rank()
+    windows = [ragged_batches(2, seed=2 * step + rank) for step in range(2)]
+    results = [fs.train_step(model, window, optimizer, scaler=scaler) for window in windows]
+    assert not any(result.skipped for result in results)
+    assert scaler.get_scale() == 1024.0
+    shards = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+    return [r.loss for r in results], [r.grad_norm for r in results], shards
+
+
+def _both_ways(device: str) -> list[Any]:
+    return [_trained(device, scaled_before) for scaled_before in (False, True)]
+
+
+def test_gradients_on_the_host_are_divided_by_the_scale() -> None:
+    on_devices = run_simulated(_both_ways, 2, "sim", copy_delay=0.003)
+    on_cpus = run_distributed(_both_ways, 2, "cpu")
+    # Devices multiply float16 into float32, CPUs do not.
+    for of_rank, expected_of_rank in zip(on_devices, on_cpus, strict=True):
+        for found, expected in zip(of_rank, expected_of_rank, strict=True):
+            assert found[0] == pytest.approx(expected[0], rel=1e-3)
+            assert found[1] == pytest.approx(expected[1], rel=1e-2)
+            for name, tensor in expected[2].items():
+                torch.testing.assert_close(found[2][name], tensor, rtol=1e-2, atol=1e-3)
+
+
+class _FailsOnce(torch.optim.SGD):
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("of the optimizer")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("what", ["an optimizer that fails", "an optimizer of frozen parameters"])
+def test_the_scaler_goes_on_after(what: str) -> None:
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    batches = ragged_batches(2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    first, rest = list(model.model.layers[0].parameters()), list(model.parameters())
+    rest = [p for p in rest if not any(p is other for other in first)]
+    if what == "an optimizer that fails":
+        optimizers = [_FailsOnce(first, lr=0.0), torch.optim.SGD(rest, lr=0.0)]
+        with pytest.raises(torch.OutOfMemoryError, match="of the optimizer"):
+            fs.train_step(model, batches, optimizers, scaler=scaler)
+    else:
+        optimizers = [torch.optim.SGD(first, lr=0.0), torch.optim.SGD(rest, lr=0.0)]
+        for each in (model, plain):
+            each.model.layers[0].requires_grad_(False)
+    expected = fs.train_step(plain, batches, torch.optim.SGD(plain.parameters(), lr=0.0)).grad_norm
+    for _ in range(2):
+        result = fs.train_step(model, batches, optimizers, scaler=scaler)
+        assert not result.skipped
+        assert result.grad_norm == pytest.approx(expected, rel=1e-5)

@@ -1,6 +1,7 @@
 """loss_fn and count_fn: models of any origin keep windows, clipping, agreement and skipping."""
 
 import copy
+import importlib.util
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,13 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
+from transformers import BatchEncoding
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -90,8 +92,19 @@ CASES: dict[str, Any] = {
 }
 
 
-def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize(
+    ("kind", "ranks", "mesh_shape", "grad_sync"),
+    [
+        ("strange", 2, {}, "last"),
+        ("strange", 4, {"dp_replicate": 2}, "reduce_scatter"),
+        ("encoder-decoder", 2, {"dp_replicate": 2, "dp_shard": 1}, "each"),
+    ],
+)
+@on_ranks()
+def test_a_loss_of_ones_own_equals_the_single_process(
+    kind: str, ranks: int, mesh_shape: dict[str, int], grad_sync: str
+) -> None:
+    rank = dist.get_rank()
     make, batches, loss_fn, count_fn = CASES[kind]
     plain = make()
     model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
@@ -122,21 +135,8 @@ def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: 
     assert result.skip_reason == "no targets"
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "mesh_shape", "grad_sync"),
-    [
-        ("strange", 2, {}, "last"),
-        ("strange", 4, {"dp_replicate": 2}, "reduce_scatter"),
-        ("encoder-decoder", 2, {"dp_replicate": 2, "dp_shard": 1}, "each"),
-    ],
-)
-def test_a_loss_of_ones_own_equals_the_single_process(
-    kind: str, ranks: int, mesh_shape: dict[str, int], grad_sync: str
-) -> None:
-    run_distributed(_check_equals_one_process, ranks, kind, mesh_shape, grad_sync)
-
-
-def _check_refusals() -> None:
+@on_ranks(2, timeout=30)
+def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -> None:
     rank = dist.get_rank()
     model = fs.shard_model(strange_model(), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,10 +164,6 @@ def _check_refusals() -> None:
     other = [{"idx": window[0].idx}] if rank else window
     with pytest.raises(fs.BatchError, match="micro-batch 0: a Pair of 2 and idx, on ranks 0 and 1"):
         fs.train_step(model, other, optimizer, loss_fn=strange_loss, count_fn=lambda batch: 1)
-
-
-def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -> None:
-    run_distributed(_check_refusals, 2, timeout=30)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "logits"])
@@ -208,3 +204,117 @@ def test_rows_of_a_pack_stay_apart_in_a_loss_of_ones_own_that_leaves_caches_on(f
     result = fs.train_step(model, [pack], optimizer, loss_fn=_of_logits)
     assert result.loss == pytest.approx(loss / targets, rel=1e-5)
     assert model.config.use_cache, "the model is left as it was"
+
+
+# --- batches that are no plain dicts of padded tensors, with a loss of the caller's own ---------------------
+
+tensordict: Any = importlib.import_module("tensordict") if importlib.util.find_spec("tensordict") else None
+
+
+class OwnBatch:
+    """A batch that is no mapping, and moves itself."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def to(self, device: torch.device) -> "OwnBatch":
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return self
+
+
+def _rows(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        ids[: int(mask.sum())] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+
+
+def _nested(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows as jagged nested tensors, with positions, as verl hands them over."""
+    lengths = [len(row) for row in _rows(batch)]
+    labels = [own[:length] for own, length in zip(batch["labels"], lengths, strict=True)]
+    jagged = {"layout": torch.jagged}
+    return {
+        "input_ids": torch.nested.nested_tensor(_rows(batch), **jagged),
+        "labels": torch.nested.nested_tensor(labels, **jagged),
+        "position_ids": torch.nested.nested_tensor([torch.arange(length) for length in lengths], **jagged),
+    }
+
+
+def _padded(batch: Any) -> dict[str, torch.Tensor]:
+    ids = batch["input_ids"].to_padded_tensor(0)
+    lengths = batch["input_ids"].offsets().diff()
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return {
+        "input_ids": ids,
+        "labels": batch["labels"].to_padded_tensor(-100),
+        "attention_mask": mask.long(),
+    }
+
+
+KINDS: dict[str, tuple[Any, type, Any]] = {
+    "nested": (_nested, dict, _padded),
+    "encoding": (BatchEncoding, BatchEncoding, lambda batch: dict(batch)),
+    "own": (OwnBatch, OwnBatch, lambda batch: batch.tensors),
+}
+if tensordict is not None:
+    KINDS["tensordict"] = (
+        lambda batch: tensordict.TensorDict(dict(batch), batch_size=[len(batch["input_ids"])]),
+        tensordict.TensorDict,
+        lambda batch: dict(batch.items()),
+    )
+    KINDS["tensordict of nested"] = (
+        lambda batch: tensordict.TensorDict(_nested(batch), batch_size=[len(batch["input_ids"])]),
+        tensordict.TensorDict,
+        _padded,
+    )
+
+
+def _train(kind: str | None) -> list[float]:
+    model = tiny_model("llama")
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for step in range(2):
+        window = ragged_batches(2 * ranks, seed=step)[rank::ranks]
+        if kind is None:
+            losses.append(fs.train_step(model, window, optimizer).loss)
+            continue
+        make, cls, read = KINDS[kind]
+        given = [make(batch) for batch in window]
+
+        def loss_fn(model: Any, batch: Any, cls: type = cls, read: Any = read) -> torch.Tensor:
+            assert type(batch) is cls
+            plain = read(batch)
+            assert plain["input_ids"].device == device_here()
+            return fs.token_losses(model, plain).sum()
+
+        def count_fn(batch: Any, read: Any = read) -> int:
+            return int((read(batch)["labels"][:, 1:] != -100).sum())
+
+        losses.append(fs.train_step(model, given, optimizer, loss_fn=loss_fn, count_fn=count_fn).loss)
+        if kind == "encoding":
+            assert given[0].input_ids.device.type == "cpu", "the caller's batch stays where it was"
+    return losses
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_they_train_as_padded_ones_do(ranks: int) -> None:
+    expected = _train(None)
+    for kind in KINDS:
+        assert _train(kind) == pytest.approx(expected, rel=1e-6), kind
+
+
+def _refused() -> str:
+    model = tiny_model("llama")
+    fs.shard_model(model, mesh=mesh_here())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(fs.BatchError) as found:
+        fs.train_step(model, [_nested(ragged_batches(1)[0])], optimizer)
+    return str(found.value)
+
+
+def test_nested_rows_need_a_loss_of_ones_own() -> None:
+    assert "nested" in run_distributed(_refused, 2)[0]

@@ -16,11 +16,11 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.models import (
     full,
     largest_error,
-    oracle_loss,
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
+from tests.plain import mean_loss, step
 
 
 def _sharded(model: Any = None, **shape: int) -> Any:
@@ -126,7 +126,9 @@ CASES: dict[str, tuple[Cause, type[Exception], str]] = {
 FAMILIES = {"a tied head that was untied": "qwen2-tied", "experts watched by one rank": "mixtral"}
 
 
-def _refused(case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+@on_ranks(2, timeout=60)
+def test_refused_on_all_ranks(case: str) -> None:
     cause, kind, words = CASES[case]
     model = _sharded(tiny_model(FAMILIES.get(case, "llama")))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
@@ -134,11 +136,6 @@ def _refused(case: str) -> None:
     with pytest.raises(kind) as caught:
         fs.train_step(model, _mine(), optimizer, **options)
     assert re.search(words, str(caught.value)), str(caught.value)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_refused_on_all_ranks(case: str) -> None:
-    run_distributed(_refused, 2, case, timeout=60)
 
 
 def test_one_process_trains_what_it_is_given() -> None:
@@ -155,7 +152,9 @@ def test_one_process_trains_what_it_is_given() -> None:
     assert torch.equal(before, model.lm_head.weight)
 
 
-def _frozen_while_gathered(kept: bool | int) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+@on_ranks(2)
+def test_what_is_frozen_while_it_is_gathered_stays_frozen(kept: bool) -> None:
     """The caller freezes a layer and a head that its own forward has left gathered, and later thaws them."""
     model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
     fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(), reshard_after_forward=kept)
@@ -170,13 +169,6 @@ def _frozen_while_gathered(kept: bool | int) -> None:
         with torch.no_grad():
             model(input_ids=batches[0]["input_ids"])
         fs.train_step(model, batches[dist.get_rank() :: 2], optimizers[0], max_grad_norm=None)
-        oracle_loss(plain, batches).backward()
-        optimizers[1].step()
-        plain.zero_grad()
+        step(plain, [mean_loss(plain, batches)], [optimizers[1]])
     values = {name: full(parameter) for name, parameter in model.named_parameters()}
     assert largest_error(values, {n: p.detach().cpu() for n, p in plain.named_parameters()}) <= 1e-5
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_what_is_frozen_while_it_is_gathered_stays_frozen(kept: bool) -> None:
-    run_distributed(_frozen_while_gathered, 2, kept)

@@ -1,6 +1,7 @@
 """Loss and gradients of whole rows in parts, beside a plain model that gets each row by itself."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -9,16 +10,42 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.attention.context_parallel.gradients import largest_differences, shared_gradients
-from tests.harness.architectures import quiet, tiny_architecture
+from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of
-from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of, sharing_rows
+from tests.harness.losses import with_loss
+from tests.harness.models import full, tiny_model
+from tests.harness.ranks import on_ranks, run_distributed
 
 # kind -> lengths: rows longer than a rank's part and of one token, one rank without a target, filler
 BATCHES = {PACKED: [5, 9, 1, 18, 4], PADDED: [11, 4, 1], PLAIN: [13]}
+
+
+def shared_gradients(
+    model: Any, mesh: Any, batch: dict[str, torch.Tensor], **loss: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a model whose ranks share rows, over all ranks, and its gradients by name."""
+    batch = {name: value.to(device_here()) for name, value in batch.items()}
+    num_targets = fs.count_targets([batch], mesh=mesh)
+    own = fs.causal_lm_loss(with_loss(model, router_loss="off", **loss), batch, num_targets=num_targets)
+    own.backward()
+    total = own.detach().double()
+    dist.all_reduce(total)
+    found: Any = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return total.item() / dist.get_world_size(), found
+
+
+def largest_differences(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> list[tuple[str, float, float]]:
+    """(name, largest difference, largest element) of each gradient; one that is missing is 0."""
+    zero = torch.zeros(())
+    pairs = [
+        (name, found.get(name, zero), expected.get(name, zero)) for name in found.keys() | expected.keys()
+    ]
+    return [(name, float((a - b).abs().max()), float(b.abs().max())) for name, a, b in pairs]
 
 
 def _model(name: str, **overrides: Any) -> Any:
@@ -32,7 +59,6 @@ def _model(name: str, **overrides: Any) -> Any:
 def _check_exact(
     name: str, shape: dict[str, int], overrides: dict[str, Any], attention: str | None, kinds: list[str]
 ) -> None:
-    fs.init_distributed(device_type=device_here().type)
     model = _model(name, **overrides)
     if attention == "eager":
         model.set_attn_implementation("eager")
@@ -132,8 +158,8 @@ def test_heads_and_meshes(ranks: int, shape: dict[str, int], heads: int, keys: i
     _exact("qwen3", ranks, shape, num_attention_heads=heads, num_key_value_heads=keys, hidden_size=8 * heads)
 
 
-def _check_refused() -> None:
-    fs.init_distributed(device_type=device_here().type)
+@on_ranks(2)
+def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
     mesh = mesh_here(cp=2)
     # Tokens that see later ones, positions counted by the mask, a recurrence.
     for name in ("ElectraForCausalLM", "OPTForCausalLM", "MambaForCausalLM"):
@@ -141,10 +167,6 @@ def _check_refused() -> None:
         fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
         with pytest.raises(fs.UnsupportedModelError, match="may meet in attention alone"):
             fs.use_context_parallel(model, mesh=mesh)
-
-
-def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
-    run_distributed(_check_refused, 2)
 
 
 # --- float32 and bfloat16: rows in parts differ from whole ones by rounding, and by no more of it ---
@@ -174,16 +196,13 @@ def _apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 def _distances(name: str, dtype: torch.dtype) -> dict[str, list[tuple[float, float]]]:
     """Of rows in parts and of a plain process, how far loss and gradients of batches are from float64."""
-    fs.init_distributed(device_type=device_here().type)
     with quiet():
         model = tiny_architecture(name).float().train()
     # What both compute with are the rounded weights.
     truth, plain = copy.deepcopy(model).to(dtype).double(), copy.deepcopy(model).to(dtype)
     mesh = mesh_here(cp=2)
-    model = model.to(device_here())
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fs.shard_model(model, mesh=mesh, mp_policy=policy)
-    fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh, mp_policy=policy)
     found: dict[str, list[tuple[float, float]]] = {"in parts": [], "plain": []}
     for seed in range(4):
         rows = rows_of([9, 23, 1, 14, 17], seed=seed)
@@ -209,3 +228,67 @@ def test_rounding_is_that_of_a_plain_process(name: str) -> None:
         print(f"{name}, {dtype}: loss {loss:.1e}, gradients {parts:.2e}, of a plain process {plain:.2e}")
         assert 0 < parts < 1.15 * plain
         assert loss < 4 * torch.finfo(dtype).eps
+
+
+# --- every causal language model of transformers: exact in parts, or refused by name ------------------------
+
+REASONS = (
+    r"query heads|context parallelism runs around|does not let|computes something else on parts"
+    r"|cannot run on parts of a row|differs on another rank"
+)
+
+
+def _judge(name: str) -> str:
+    """``"exact"``, or why the model was refused.
+
+    Raises:
+        AssertionError: If it is neither.
+    """
+    fs.init_distributed(device_type="cpu")
+    with quiet():
+        try:
+            model = tiny_architecture(name).double().eval()  # some have dropout
+        except ValueError as error:
+            return f"plain transformers cannot: {error}"
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        oracle = copy.deepcopy(model)
+        mesh = mesh_here(cp=2)
+        try:
+            fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+        except fs.FsdpSftError as error:
+            return f"not sharded: {error}"
+        try:
+            fs.use_context_parallel(model, mesh=mesh)
+        except (ValueError, fs.UnsupportedModelError) as error:
+            return str(error)
+        with AllFloat64():
+            for kind, lengths in ((PLAIN, [14]), (PADDED, [11, 5])):
+                rows = rows_of(lengths, seed=1)
+                try:
+                    loss, gradients = plain_gradients(oracle, rows)
+                except Exception as error:
+                    return f"plain transformers cannot: {error}"
+                try:
+                    own, found = shared_gradients(model, mesh, batch_of(rows, kind))
+                except fs.ModelLossError as error:
+                    return f"no causal loss: {error}"
+                assert abs(own - loss) < 1e-9 * abs(loss), (kind, own, loss)
+                differences = largest_differences(found, gradients)
+                largest = max(size for _, _, size in differences)
+                for parameter, apart, size in differences:
+                    assert apart < max(1e-8 * size, 1e-12 * largest), (kind, parameter, apart)
+    return "exact"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", class_names())
+def test_it_is_exact_or_refused(name: str) -> None:
+    verdicts = run_distributed(_judge, 2, name)
+    print(f"{name}: {verdicts[0][:200]}")
+    assert all(
+        verdict == "exact"
+        or verdict.startswith(("not sharded", "plain", "no causal"))
+        or re.search(REASONS, verdict)
+        for verdict in verdicts
+    ), verdicts

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
@@ -22,9 +23,9 @@ from tests import plain
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.hf_folders import save_tiny
-from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of
-from tests.harness.models import full, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of, sharing_rows
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.ranks import on_ranks, run_distributed
 
 LENGTHS = [6, 15, 1, 9]
 
@@ -35,15 +36,9 @@ def _start(
     """(a model whose ranks share rows, a plain copy on the CPU)."""
     model = tiny_model(family, dtype=dtype)
     oracle = copy.deepcopy(model)
-    model = model.to(device_here())
     if "sac" in options:
         fs.apply_sac(model, options.pop("sac"))
-    if "backend" in options:
-        fs.compile_blocks(model, backend=options.pop("backend"))
-    options.setdefault("mp_policy", MixedPrecisionPolicy())
-    fs.shard_model(model, mesh=mesh, master_dtype=dtype, **options)
-    fs.use_context_parallel(model, mesh=mesh)
-    return model, oracle
+    return sharing_rows(model, mesh, **options), oracle
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -54,8 +49,16 @@ def _plain_step(oracle: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) 
     return plain.step(oracle, [plain_loss(oracle, rows)], [optimizer], max_norm=1.0)
 
 
-def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
-    fs.init_distributed(device_type=device_here().type)
+@pytest.mark.parametrize(
+    ("ranks", "shape", "options"),
+    [
+        (2, {"cp": 2}, {}),
+        (4, {"cp": 2, "dp_shard": 2}, {"sac": "1/3"}),
+        (4, {"cp": 2, "dp_replicate": 2}, {"sac": 1, "reshard_after_forward": False}),
+    ],
+)
+@on_ranks()
+def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], options: dict[str, Any]) -> None:
     mesh = mesh_here(**shape)
     # A recomputation does not see what AllFloat64 does.
     inside, close = (AllFloat64(), 1e-9) if "sac" not in options else (nullcontext(), 1e-6)
@@ -89,18 +92,6 @@ def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
         assert abs(fs.evaluate(model, batches).loss - expected) < close * expected
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shape", "options"),
-    [
-        (2, {"cp": 2}, {}),
-        (4, {"cp": 2, "dp_shard": 2}, {"sac": "1/3"}),
-        (4, {"cp": 2, "dp_replicate": 2}, {"sac": 1, "reshard_after_forward": False}),
-    ],
-)
-def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], options: dict[str, Any]) -> None:
-    run_distributed(_check_steps, ranks, shape, options)
-
-
 def _rows_of_data(number: int) -> list[dict[str, list[int]]]:
     rows = rows_of([3 + i % 7 for i in range(number)], seed=4)
     return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows]
@@ -110,8 +101,8 @@ def _seen(windows: Any) -> list[Any]:
     return [[batch["input_ids"].tolist() for batch in window] for window in windows]
 
 
-def _check_windows() -> None:
-    fs.init_distributed(device_type=device_here().type)
+@on_ranks(4)
+def test_one_rank_of_a_group_reads_for_all() -> None:
     mesh = mesh_here(cp=2, dp_shard=2)
     data = _rows_of_data(23)
     collator = fs.PackedCollator(max_length=40)
@@ -147,12 +138,8 @@ def _check_windows() -> None:
     assert (packed.num_replicas, packed.rank) == (2, share)
 
 
-def test_one_rank_of_a_group_reads_for_all() -> None:
-    run_distributed(_check_windows, 4)
-
-
-def _check_read_errors() -> None:
-    fs.init_distributed(device_type=device_here().type)
+@on_ranks(2)
+def test_an_error_of_who_reads_reaches_all() -> None:
     mesh = mesh_here(cp=2)
 
     def batches() -> Any:
@@ -168,12 +155,7 @@ def _check_read_errors() -> None:
         next(iterator)
 
 
-def test_an_error_of_who_reads_reaches_all() -> None:
-    run_distributed(_check_read_errors, 2)
-
-
 def _check_refusals(folder: Path) -> None:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     model = tiny_model("qwen3").to(device_here())
     batch = batch_of(rows_of(LENGTHS), PACKED)
@@ -217,15 +199,13 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     run_distributed(_check_refusals, 2, save_tiny(tmp_path, "llama"))
 
 
-def _check_crossed() -> None:
+@on_ranks(4)
+def test_groups_do_not_make_up_for_each_other() -> None:
     """Two groups that have mixed up their batches, and fields that no loss looks at."""
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2, dp_shard=2)
     rank = dist.get_rank()
     crossed = [batch_of(rows_of(LENGTHS, seed=int(rank in (1, 2))), PACKED)]
-    model = tiny_model("qwen3").to(device_here())
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    model = sharing_rows(tiny_model("qwen3"), mesh)
     same = batch_of(rows_of(LENGTHS), PACKED)
     kinds = {**same, "token_type_ids": torch.full_like(same["input_ids"], rank % 2)}
     for batches in (crossed, [kinds]):
@@ -233,20 +213,14 @@ def _check_crossed() -> None:
             fs.train_step(model, batches, _adamw(model.parameters()))
 
 
-def test_groups_do_not_make_up_for_each_other() -> None:
-    run_distributed(_check_crossed, 4)
-
-
-def _check_left_padding() -> None:
+@on_ranks(2)
+def test_padding_on_the_left_does_not_see_filler() -> None:
     """A target told from padding, which sees nothing: eager attention then looks at all keys alike."""
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
     model = tiny_model("qwen3")
     model.set_attn_implementation("eager")
     oracle = copy.deepcopy(model)
-    model = model.to(device_here())
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    fs.use_context_parallel(model, mesh=mesh)
+    sharing_rows(model, mesh)
     ids = rows_of([13], seed=3)[0][0][None]
     mask = (torch.arange(13) >= 5).long()[None]
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
@@ -256,12 +230,8 @@ def _check_left_padding() -> None:
     assert fs.evaluate(model, [batch]).loss == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_padding_on_the_left_does_not_see_filler() -> None:
-    run_distributed(_check_left_padding, 2)
-
-
-def _check_heads() -> None:
-    fs.init_distributed(device_type=device_here().type)
+@on_ranks(3)
+def test_heads_that_do_not_divide_are_refused() -> None:
     mesh = mesh_here(cp=3)
     model = tiny_model("qwen3").to(device_here())
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
@@ -269,8 +239,8 @@ def _check_heads() -> None:
         fs.use_context_parallel(model, mesh=mesh)
 
 
-def _check_without_cp() -> None:
-    fs.init_distributed()
+@on_ranks(2)
+def test_without_cp_any_model_is_left_alone() -> None:
     model = torch.nn.Linear(2, 2)
     fs.use_context_parallel(model, mesh=mesh_here())
     assert model(torch.ones(1, 2)).shape == (1, 2)
@@ -278,16 +248,7 @@ def _check_without_cp() -> None:
         fs.use_context_parallel(model, mesh=mesh_here(cp=2))
 
 
-def test_without_cp_any_model_is_left_alone() -> None:
-    run_distributed(_check_without_cp, 2)
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    run_distributed(_check_heads, 3)
-
-
 def _check_resume(folder: str, cp: int, save: bool) -> list[float]:
-    fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=cp)
     share, shares = dist.get_rank() // cp, dist.get_world_size() // cp
     losses = []
@@ -322,3 +283,52 @@ def test_one_row_of_positions_and_mask_is_that_of_all_rows() -> None:
     for name, value in part_of({**batch, **every}, group).items():
         assert name == "note" or torch.equal(part[name], value), name
     assert part["note"] == "as it is"
+
+
+# --- the order in which ranks begin their collectives when blocks are compiled: the same on all ---
+
+STEPS, LAYERS, MICRO_BATCHES = 3, 4, 2
+EXCHANGE = "c10d::alltoall_base_"
+# What is handed to a process group, and not what of it is traced.
+BEGUN = {EXCHANGE, "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
+
+
+def _begun(backend: str) -> list[list[str]]:
+    """Of each step the collectives of this rank's device in the order in which they were begun."""
+    mesh = fs.build_mesh(cp=2, device_type="cpu")
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    fs.apply_sac(model, "1/2")
+    fs.compile_blocks(model, backend=backend)
+    fs.shard_model(model, mesh=mesh)
+    fs.use_context_parallel(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shares = dist.get_world_size() // 2
+    found = []
+    for step in range(STEPS):
+        window = ragged_batches(MICRO_BATCHES * shares, seed=step)[dist.get_rank() // 2 :: shares]
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            fs.train_step(model, window, optimizer)
+        events: Any = recorded.events()
+        begun = sorted((event.time_range.start, event.name) for event in events if event.name in BEGUN)
+        found.append([name for _, name in begun])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [
+        ("aot_eager", 2),
+        pytest.param("inductor", 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_ranks_begin_their_collectives_in_one_order(backend: str, ranks: int) -> None:
+    found = run_distributed(_begun, ranks, backend, timeout=240 if ranks == 2 else 800)
+    # Two around each attention, forward and backward, and again where half of the layers are recomputed.
+    # torch 2.11 keeps what exchanges bring in compiled code, and recomputes none.
+    exchanges = {MICRO_BATCHES * 2 * (2 * LAYERS + again) for again in (0, LAYERS // 2)}
+    for step in range(STEPS):
+        counted = {of_rank[step].count(EXCHANGE) for of_rank in found}
+        assert len(counted) == 1
+        assert counted <= exchanges
+        assert set(found[0][step]) == BEGUN
+        assert all(of_rank[step] == found[0][step] for of_rank in found), f"step {step}"

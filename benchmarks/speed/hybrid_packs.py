@@ -1,10 +1,9 @@
-r"""How far rows of a pack are from rows alone in hybrid models, and what packs are worth there.
+r"""What packs are worth in hybrid models, whose layers beside attention are kept apart by rows.
 
-    python -m tests.attention.hybrid_packs
+    python -m benchmarks.speed.hybrid_packs
 
-Every family is built tiny with random weights, and measured by ``verify_packing`` as transformers computes it
-and with its layers kept apart. Then a few families train, forward and backward, on rows with lengths as in
-chats: packed, and padded in the order in which they come, by turns.
+A few families train, forward and backward, on rows with lengths as in chats: packed, and padded in the order
+in which they come, by turns.
 """
 
 import argparse
@@ -17,9 +16,6 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft.sampling import verify
-from tests.attention.hybrids import APART, MIXED, tiny_hybrid
-from tests.harness.architectures import quiet_for_good
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -31,19 +27,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 CAPACITY, ROWS, TOGETHER = 2048, 64, 8
-
-
-def measured(family: str) -> tuple[str, str]:
-    """Largest difference from rows alone: by transformers, and with layers kept apart."""
-    separate, found = verify.separate_rows, []
-    for does in (lambda model: None, separate):
-        verify.separate_rows = does
-        try:
-            found.append(f"{fs.verify_packing(tiny_hybrid(family), max_length=128).error:.1e}")
-        except fs.PackingError as error:
-            found.append(str(error).partition("packed against alone ")[2].split()[0] + ", refused")
-    verify.separate_rows = separate
-    return found[0], found[1]
 
 
 def sized(family: str) -> Any:
@@ -104,18 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    quiet_for_good()
+    tf.logging.set_verbosity_error()
     torch.set_num_threads(2)
     lines = [
-        "# Packs of hybrid models",
-        "",
-        "`python -m tests.attention.hybrid_packs`: the largest difference between the logits of a row in a",
-        f"pack and alone, relative to their size; tiny models, float32, CPU, transformers {tf.__version__}.",
-        "",
-        "| family | transformers alone | rows kept apart |",
-        "|---|---|---|",
-        *(f"| {family} | {' | '.join(measured(family))} |" for family in sorted(APART + MIXED)),
-        "",
         f"{ROWS} rows with lengths as in chats ({CAPACITY} at most), forward and backward in float32 on",
         f"2 cores without kernels, best of three turns: packs of {CAPACITY}, and padded {TOGETHER}",
         "together in the order of the rows.",
