@@ -65,9 +65,6 @@ BESIDE: dict[str, str] = {
     "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype1]": (
         "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype0]"
     ),
-    "tests/optimizer/test_adamw.py::test_a_resume_on_another_number_of_ranks": (
-        "tests/dcp_io/test_optimizer_state.py::test_every_kind_of_optimizer_goes_on_as_it_was"
-    ),
     **{
         f"tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[{case}]": (
             "tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[4-shape3-4-2]"
@@ -124,9 +121,6 @@ BESIDE: dict[str, str] = {
         for moment in ("before data", "mid-data", "after data", "mid-prune")
     },
     f"{_FAULTS}test_kills_at_random_moments": f"{_KILL}[before rename]",
-    f"{_FAULTS}test_two_jobs_below_one_root": (
-        "tests/dcp_io/test_in_use.py::test_the_second_job_is_told_of_the_first"
-    ),
     f"{_WATCH}[save-3]": f"{_WATCH}[ahead-2]",
     **{
         f"tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[{case}]": (

@@ -8,7 +8,6 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import VOCAB, full, tiny_model
 from tests.harness.ranks import run_distributed
@@ -86,21 +85,6 @@ def test_experts_with_biases_are_as_exact_as_eager_ones(dtype: torch.dtype) -> N
     model.to(dtype).set_experts_implementation("grouped_mm")
     chosen = fs.prepare_experts(model)
     assert (chosen == "eager") == (max(ratios) > 2), (chosen, ratios)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", class_names())
-def test_of_every_architecture(name: str) -> None:
-    try:
-        with quiet():
-            model = tiny_architecture(name)
-    except Exception as error:
-        pytest.skip(f"cannot be made small: {error}")
-    if not any(hasattr(type(module), "_apply_gate") for module in model.modules()):
-        with pytest.raises((ValueError, fs.UnsupportedModelError), match="experts"):
-            fs.prepare_experts(model)
-        return
-    assert fs.prepare_experts(model.to(torch.bfloat16)) in ("grouped_mm", "eager")
 
 
 def _check_sharded() -> None:

@@ -84,14 +84,6 @@ def test_compiled_gradients_are_bit_equal(family: str) -> None:
     run_distributed(_check_matrix, 2, [family], ("1/2",), ["scf", "cfs"], "aot_eager")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_compiled_gradients_are_bit_equal_everywhere(world_size: int) -> None:
-    arguments = (list(FAMILIES), RATIOS, ["scf", "cfs"], "aot_eager")
-    run_distributed(_check_matrix, world_size, *arguments, timeout=2300)
-
-
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrid_models_are_bit_equal_too(name: str) -> None:
     model = tiny_architecture(name).train()

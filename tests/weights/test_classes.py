@@ -57,12 +57,6 @@ def test_a_class_that_cannot_be_built(tmp_path: Path, names: Any, words: str) ->
         fs.build_meta_model(tmp_path, architectures=names)
 
 
-def test_fields_of_the_config_are_replaced(tmp_path: Path) -> None:
-    model = fs.build_meta_model(save_tiny(tmp_path), attention_dropout=0.25, rms_norm_eps=1e-4)
-    assert (model.config.attention_dropout, model.config.rms_norm_eps) == (0.25, 1e-4)
-    assert model.model.layers[0].self_attn.attention_dropout == 0.25
-
-
 class Actor(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -10,10 +10,11 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness import multimodal
 from tests.harness.architectures import tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
-from tests.harness.models import VOCAB, full, ragged_batches, tiny_config
+from tests.harness.models import VOCAB, full, ragged_batches
 from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -35,29 +36,12 @@ def _oracle(folder: Path) -> Any:
     return model
 
 
-def _nested(folder: Path) -> Path:
-    """A model whose config has its vocabulary in the part that speaks of text."""
-    text = tiny_config("gemma3").to_dict()
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
-    config = tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    torch.manual_seed(0)
-    tf.Gemma3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
 def _check(root: Path, mesh_shape: dict[str, int]) -> None:
     mesh = mesh_here(**mesh_shape)
     for folder in sorted(root.iterdir()):
-        model = fs.build_meta_model(folder, new_vocab_size=NEW)
-        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
-        fs.load_weights(model, folder)
+        model: Any = fs.load_pretrained(
+            folder, mesh=mesh, mp_policy=FLOAT32, new_vocab_size=NEW, freeze_towers=False
+        )
         oracle = _oracle(folder)
         assert difference(model, oracle) == [], folder.name
         assert model.config.get_text_config().vocab_size == NEW
@@ -72,7 +56,8 @@ def test_new_rows_are_the_mean_of_the_old(
 ) -> None:
     for family in families:
         save_tiny(tmp_path / family, family)
-    _nested(tmp_path / "nested")
+    # Its config has the vocabulary in the part that speaks of text.
+    multimodal.tiny("gemma3").to(torch.bfloat16).save_pretrained(tmp_path / "nested")
     run_distributed(_check, ranks, tmp_path, mesh_shape)
 
 

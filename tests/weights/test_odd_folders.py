@@ -1,10 +1,8 @@
 """Forms in which repositories come: a bare class, other formats beside, adapters, layers nobody reads."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
-from tests.harness.models import TINY, tiny_model
+from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 
 BLOOM = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
@@ -46,11 +44,6 @@ def test_a_config_that_names_the_class_without_a_head(tmp_path: Path) -> None:
     assert type(model) is type(oracle)
     assert difference(model, oracle) == []
     assert type(fs.build_meta_model(tmp_path, architectures=["BloomModel"])) is tf.BloomModel
-
-
-def test_a_model_for_masked_words_keeps_its_class(tmp_path: Path) -> None:
-    tiny_model("bert").bert.save_pretrained(tmp_path)
-    assert type(fs.build_meta_model(tmp_path)) is tf.BertModel
 
 
 def test_layers_behind_the_last_are_not_left_unread_without_a_word(tmp_path: Path) -> None:
@@ -104,29 +97,6 @@ def test_masks_that_are_no_longer_stored(tmp_path: Path) -> None:
         with pytest.raises(fs.CheckpointFormatError, match=re.escape("load_weights(unexpected='ignore')")):
             loaded(tmp_path)
     assert difference(loaded(tmp_path, unexpected="ignore"), plain(tmp_path)) == []
-
-
-@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
-def test_a_tower_whose_package_is_missing(tmp_path: Path) -> None:
-    text = {**TINY, "num_hidden_layers": 5, "num_kv_shared_layers": 0, "laurel_rank": 4, "head_dim": 8}
-    own = {"activation_sparsity_pattern": None, "vocab_size_per_layer_input": 101}
-    config = tf.Gemma3nConfig(text_config={**text, **own, "hidden_size_per_layer_input": 8})
-    config.architectures = ["Gemma3nForConditionalGeneration"]
-    config.save_pretrained(tmp_path)
-    oracle = tf.Gemma3nForCausalLM(config.text_config)
-    stored = {
-        name.replace("model.", "model.language_model.", 1): value
-        for name, value in oracle.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    rewrite(tmp_path, stored | {"model.vision_tower.timm_model.head.weight": torch.ones(2, 2)})
-    with pytest.raises(ImportError, match="timm"):
-        fs.build_meta_model(tmp_path)
-    model: Any = fs.build_meta_model(tmp_path, architectures=["Gemma3nForCausalLM"])
-    with pytest.raises(fs.CheckpointFormatError, match=re.escape("load_weights(unexpected='ignore')")):
-        fs.load_weights(model, tmp_path)
-    fs.load_weights(model, tmp_path, unexpected="ignore")
-    assert difference(model, oracle) == []
 
 
 def _check_transposed(folder: Path) -> None:

@@ -34,8 +34,9 @@ def test_refused_without_trust(tmp_path: Path) -> None:
 
 def _check_loads(folder: Path, modules: Path, together: bool) -> None:
     keep_code_in(modules if together else modules / str(dist.get_rank()))
-    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(), "trust_remote_code": True}
-    model = load_pretrained(folder, mesh=mesh_here(), **options)
+    model: Any = load_pretrained(
+        folder, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(), trust_remote_code=True
+    )
     oracle = plain_with_code(folder)
     assert difference(model, oracle) == []
     assert float(full(model.model.norm.offset)) == 0.625

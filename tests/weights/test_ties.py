@@ -11,6 +11,7 @@ import fsdp_sft as fs
 from fsdp_sft.weights import meta
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import full
+from tests.harness.multimodal import tiny
 from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -54,16 +55,7 @@ def test_values_that_differ_where_no_sample_looks(tmp_path: Path) -> None:
 
 def test_names_that_the_checkpoint_has_otherwise(tmp_path: Path) -> None:
     """A vision-language folder, whose two tensors have other names in it than in the model."""
-    import transformers
-
-    text = {"model_type": "qwen2", "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48,
-            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
-    config = transformers.InternVLConfig(
-        text_config=text, vision_config=vision, image_token_id=5, tie_word_embeddings=True
-    )
-    transformers.InternVLForConditionalGeneration(config).save_pretrained(tmp_path)
+    tiny("internvl", tie_word_embeddings=True).save_pretrained(tmp_path)
     tensors = tensors_of(tmp_path)
     embedding = tensors["language_model.model.embed_tokens.weight"]
     for apart in (0.0, 1.0):
