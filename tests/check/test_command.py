@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_sft import check
 from fsdp_sft._ranks.launch import DistributedContext
 from fsdp_sft.check import CheckedJob, Problem, _apart, host_name, shown
 from fsdp_sft.check.command import Done, lines_of, ordered, to_json
@@ -79,20 +78,6 @@ def test_hosts_have_the_names_that_slurm_takes(node: str, says: str, monkeypatch
     monkeypatch.setattr(socket, "gethostname", lambda: "n7.cluster")
     monkeypatch.setenv("SLURMD_NODENAME", node)
     assert host_name() == says
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12", "535.183.01"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build", "570.86.10"),
-        ("", "not known"),
-    ],
-)
-def test_the_driver_is_read(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "version").write_text(f"{text}\nGCC version:  gcc (Debian)\n")
-    monkeypatch.setattr(check, "_DRIVER", tmp_path / "version")
-    assert check.versions(torch.device("cpu"))["driver"] == says
 
 
 @pytest.mark.parametrize(

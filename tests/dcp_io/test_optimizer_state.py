@@ -1,18 +1,15 @@
 """State of any optimizer, and of several at once: exact, or refused where it does not fit."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fsdp_sft as fs
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
-    BATCHES,
     HSDP,
     assert_same,
     everything,
@@ -68,7 +65,7 @@ def _kinds(folder: str) -> None:
     for kind in KINDS:
         _round_trip(f"{folder}/{kind}", kind)
     model, fused = _made("fused")
-    fs.load_checkpoint(f"{folder}/adamw", model=model, optimizer=fused)
+    fs.load_checkpoint(f"{folder}/adamw", model=model, optimizer=[fused])  # alone and in a list it is one
     assert fused.param_groups[0]["fused"] is True, "how it is computed stays the optimizer's own"
 
 
@@ -121,18 +118,6 @@ def _pair(seed: int, mesh: dict[str, int] | None) -> tuple[Any, list[torch.optim
     return model, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
 
-def _train(model: Any, optimizers: list[Any], first: int, count: int) -> list[float]:
-    losses = []
-    for batch in BATCHES[first : first + count]:
-        loss = model(**{k: batch[k] for k in ("input_ids", "attention_mask", "labels")}).loss
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _everything(model: Any, optimizers: list[Any]) -> dict[str, Any]:
     return {
         f"{type(optimizer).__name__}/{name}": value
@@ -144,14 +129,14 @@ def _everything(model: Any, optimizers: list[Any]) -> dict[str, Any]:
 def _save_several(root: str) -> None:
     model, optimizers = _pair(1, {})
     fs.save_checkpoint(root, 1, model=model, optimizer=optimizers)  # neither has state
-    _train(model, optimizers[1:], 0, 1)  # one has none yet
+    train(model, optimizers[1:], 0, 1)  # one has none yet
     fs.save_checkpoint(root, 2, model=model, optimizer=optimizers, async_=True)
     half = _everything(model, optimizers)
-    _train(model, optimizers, 1, 1)
+    train(model, optimizers, 1, 1)
     optimizers[0].param_groups[0]["momentum"] = 0.9
     fs.save_checkpoint(root, 3, model=model, optimizer=tuple(optimizers))
     expected = {"half": half, "all": _everything(model, optimizers)}
-    losses = _train(model, optimizers, 2, 2)
+    losses = train(model, optimizers, 2, 2)
     if this_rank() == 0:
         torch.save(expected, f"{root}/expected")
     torch.distributed.barrier()
@@ -159,7 +144,7 @@ def _save_several(root: str) -> None:
     again, fresh = _pair(7, {})
     fs.load_checkpoint(f"{root}/step-3", model=again, optimizer=fresh)
     _refuse_several(f"{root}/step-3", again, fresh)
-    assert _train(again, fresh, 2, 2) == losses
+    assert train(again, fresh, 2, 2) == losses
     assert_same(_everything(again, fresh), _everything(model, optimizers))
 
 
@@ -199,19 +184,3 @@ def test_two_optimizers_at_any_number_of_ranks(tmp_path: Path) -> None:
     run_distributed(_save_several, 2, str(tmp_path))
     run_distributed(_load_several, 4, str(tmp_path), HSDP)
     run_distributed(_load_several, 1, str(tmp_path), None)
-
-
-def test_one_optimizer_is_stored_alike_alone_and_in_a_list(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    for step, given in ((1, optimizer), (2, [optimizer])):
-        fs.save_checkpoint(tmp_path, step, model=model, optimizer=given)
-        manifest = json.loads((tmp_path / f"step-{step}" / "MANIFEST.json").read_text())
-        assert set(manifest["optimizer"]) == {
-            f"{p}/{s}" for p in ("weight", "bias") for s in optimizer.state[model.bias]
-        }
-        fresh = torch.optim.AdamW(model.parameters())
-        fs.load_checkpoint(tmp_path, model=model, optimizer=[fresh] if step == 1 else fresh)
-        assert torch.equal(fresh.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])

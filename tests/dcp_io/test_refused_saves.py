@@ -29,23 +29,9 @@ class Packed(nn.Module):
         destination[f"{prefix}packed"] = (self.signs > 0).to(torch.uint8)
 
 
-class Viewed(nn.Linear):
-    """A weight whose state dict has a view of its memory."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}transposed"] = self.weight.detach().t()
-
-
 class Secretive(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}bias"] = self.bias
-
-
-def test_a_view_of_a_weight_is_read_in_place(tmp_path: Path) -> None:
-    saved, loaded = Viewed(3, 2, bias=False), Viewed(3, 2, bias=False)
-    fs.save_checkpoint(tmp_path, 1, model=saved)
-    fs.load_checkpoint(tmp_path, model=loaded)
-    assert torch.equal(saved.weight, loaded.weight)
 
 
 def test_what_would_not_come_back_is_refused(tmp_path: Path) -> None:

@@ -31,13 +31,21 @@ def _trained_end(tokenizer: Any, template: str) -> int:
     return [label for label in chat.labels if label != -100][-1]
 
 
-@pytest.mark.parametrize("own", [None, CHATML, {"default": CHATML, "other": QWEN3}], ids=str)
-def test_a_template_of_the_collator_is_exported(own: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("own", "given", "template"),
+    [
+        (None, CHATML, CHATML),
+        (CHATML, QWEN3, QWEN3),
+        ({"default": CHATML, "other": QWEN3}, QWEN3, QWEN3),
+        ({"default": "{{ messages[0].content }}", "other": QWEN3, "chat": CHATML}, "chat", CHATML),
+    ],
+    ids=["none", "one", "several", "by its name"],
+)
+def test_a_template_of_the_collator_is_exported(own: Any, given: str, template: str, tmp_path: Path) -> None:
     model, tokenizer = _model(), byte_tokenizer("chatml")
     tokenizer.chat_template = own
     before, generation = copy.deepcopy(own), model.generation_config.to_dict()
-    template = QWEN3 if own is not None else CHATML
-    fs.export_hf(model, tmp_path / "out", tokenizer=tokenizer, chat_template=template)
+    fs.export_hf(model, tmp_path / "out", tokenizer=tokenizer, chat_template=given)
     assert tokenizer.chat_template == before
     assert model.generation_config.to_dict() == generation
     read = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -47,15 +55,6 @@ def test_a_template_of_the_collator_is_exported(own: Any, tmp_path: Path) -> Non
     end = _trained_end(tokenizer, template)
     assert tokenizer.convert_ids_to_tokens(end) == "<|im_end|>" != tokenizer.eos_token
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [end, OLD]
-
-
-def test_a_template_by_its_name(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer("chatml")
-    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "chat": CHATML}
-    fs.export_hf(_model(), tmp_path / "out", tokenizer=tokenizer, chat_template="chat")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_chat_template() == CHATML
-    (end, _) = GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
-    assert end == _trained_end(tokenizer, CHATML)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +79,11 @@ def test_the_trained_end_joins_those_that_are_there(known: Any, expected: Any, t
     assert (found if isinstance(found, list) or not isinstance(ids(expected), list) else [found]) == ids(
         expected
     )
+
+
+def test_a_generation_config_that_contradicts_itself_is_kept(tmp_path: Path) -> None:
+    fs.export_hf(_model(do_sample=False, temperature=0.9), tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.9
 
 
 def test_a_model_without_a_generation_config_gets_one(tmp_path: Path) -> None:

@@ -214,15 +214,6 @@ def test_a_class_of_its_own_kind(name: str, tmp_path: Path) -> None:
     assert difference(model, plain(tmp_path / "out", dtype=torch.bfloat16)) == []
 
 
-def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    model = tiny_model("gpt2")
-    fs.export_hf(model, tmp_path / "out")
-    assert (tmp_path / "out").is_symlink()
-    assert (tmp_path / "disk" / "model.safetensors").exists()
-
-
 def _others(folder: str) -> None:
     _other_tensors(f"{folder}/tensors")
     _refusals(f"{folder}/refusals")

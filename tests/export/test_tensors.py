@@ -79,18 +79,3 @@ def test_adapters_on_a_packed_base(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="adapters need the 'peft' extra")
     mxfp4_folder(tmp_path / "base")
     run_distributed(_check_adapters, 2, tmp_path)
-
-
-def _check_refused() -> str:
-    with pytest.raises(TypeError, match="takes a transformers model"):
-        fs.iter_hf_tensors(torch.nn.Linear(2, 2))
-    model = tiny_model("llama")
-    model.model.layers[0].mlp.extra = torch.nn.Linear(2, 2)
-    fs.shard_model(model, mesh=mesh_here())
-    with pytest.raises(fs.UnsupportedModelError) as found:
-        fs.iter_hf_tensors(model)
-    return str(found.value)
-
-
-def test_refusals_come_at_once() -> None:
-    assert "would not be read as it was trained" in run_distributed(_check_refused, 2)[0]

@@ -76,18 +76,6 @@ def test_by_class_takes_the_outermost() -> None:
     assert list(several) == [f"model.layers.{i}" for i in range(3)] + ["lm_head"]
 
 
-class _Trunk(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.body = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)))
-        self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)])
-
-
-def test_a_model_of_other_origin() -> None:
-    assert list(fs.find_blocks(_Trunk())) == ["body.0", "body.1", "body.2"]
-
-
 def _layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16)
 

@@ -14,7 +14,6 @@ from torch import nn
 import fsdp_sft as fs
 from fsdp_sft._model.forward import probed
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.twin import meta_twin, tied_meta_twin
 from fsdp_sft._model.view import named_tensors
 from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
@@ -139,13 +138,3 @@ def test_an_error_in_the_block_leaves_the_model_as_it_was_too() -> None:
         model(torch.ones(3))
         raise ZeroDivisionError
     assert _changed(before, _state(model)) == []
-
-
-def test_twins_have_no_memory_and_the_same_names() -> None:
-    model = tiny_model("qwen2-tied")
-    untied, tied = meta_twin(model), tied_meta_twin(model)
-    for twin in (untied, tied):
-        assert all(tensor.is_meta for tensor in twin.parameters())
-        assert twin.state_dict().keys() == model.state_dict().keys()
-    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight  # type: ignore[union-attr]

@@ -99,15 +99,6 @@ def test_bits_of_a_parameter() -> None:
     assert held(None) - held("fp8") == linear * (16 - 8.25)
 
 
-def test_few_experts_on_many_ranks_are_planned() -> None:
-    config = tf.Qwen3MoeConfig(
-        hidden_size=256, moe_intermediate_size=128, num_experts=8, num_hidden_layers=2, vocab_size=512
-    )
-    run = {**JOB, "num_gpus": 64, "seq_length": 64, "lora_rank": 8, "frozen_dtype": "nf4"}
-    memory = fs.estimate_memory(config, fs.Run(**run))
-    assert sum(memory.breakdown.values()) == memory.peak_bytes > memory.breakdown["parameters (shards)"] > 0
-
-
 def test_seconds_have_the_bytes_of_gathers_and_the_values_in_them() -> None:
     ways: list[dict[str, Any]] = [{}, {"frozen_dtype": "nf4"}]
     ways.append({"frozen_dtype": "nf4", "reshard_after_forward": False})

@@ -11,12 +11,9 @@ import transformers
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import whole
-from fsdp_sft.weights.resolve import resolve_folder
 from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
-from tests.harness.hub_server import serve, use_hub
 from tests.harness.quantised_folders import configure, fp8_folder, mxfp4_folder, opened, quantised, read
 from tests.harness.quantised_weights import FORMATS, Written, fp8_block, int4, nf4
-from tests.harness.ranks import run_distributed
 
 
 @pytest.mark.parametrize("method", ["torchao", "a new one", None])
@@ -26,20 +23,6 @@ def test_other_methods_are_named(method: str | None, tmp_path: Path) -> None:
     named = rf"quantised \({method or 'of a format without quant_method'}\): it is not among .* in 16 bits"
     with pytest.raises(fs.CheckpointFormatError, match=named):
         fs.build_meta_model(tmp_path)
-
-
-def _fetch(address: str, cache: Path) -> None:
-    use_hub(address, cache)
-    with pytest.raises(fs.CheckpointFormatError, match=r"quantised \(torchao\)"):
-        resolve_folder("someone/model")
-
-
-def test_before_weights_are_downloaded(tmp_path: Path) -> None:
-    fp8_folder(tmp_path / "model")
-    configure(tmp_path / "model", quantization_config={"quant_method": "torchao"})
-    with serve(tmp_path / "model") as (address, downloads):
-        run_distributed(_fetch, 2, address, tmp_path / "cache")
-    assert [name for name in downloads if name.endswith(".safetensors")] == []
 
 
 def test_a_part_of_a_config_says_it(tmp_path: Path) -> None:

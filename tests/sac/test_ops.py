@@ -108,19 +108,6 @@ def test_chosen_blocks_are_compiled_alone() -> None:
     assert [vars(block).get("_compiled_call_impl") is not None for block in model.model.layers] == [0, 0, 1]
 
 
-def test_the_last_call_of_a_kind_counts() -> None:
-    model = tiny_model("llama")
-    plain, _, _ = _step(model)
-    fs.apply_sac(model, save="self_attn")
-    fs.apply_sac(model, 1)
-    assert _step(model)[0] - plain == 6 * 3
-    fs.apply_sac(model, save="self_attn", blocks=[0])
-    assert _step(model)[0] - plain == 2
-    fs.remove_sac(model)
-    assert _step(model)[0] == plain
-    assert model.config.use_cache
-
-
 def _groups_within_blocks() -> list[str]:
     """What is said to blocks of which a part has been sharded by itself, before and after."""
     found = []

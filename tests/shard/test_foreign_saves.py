@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig
-from safetensors.torch import load_file
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.models import full, tiny_model
+from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 
 FOREIGN: dict[str, Any] = {
@@ -39,16 +37,3 @@ def _refused(folder: Path, *, lora: bool) -> None:
 def test_they_are_refused_before_anything_is_written(lora: bool, tmp_path: Path) -> None:
     run_distributed(_refused, 2, tmp_path, lora=lora)
     assert (tmp_path / "exported" / ("adapter_config.json" if lora else "config.json")).exists()
-
-
-def _gathered(folder: Path) -> None:
-    model: Any = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
-    whole = {name: full(value).cpu() for name, value in model.state_dict().items()}
-    if fs.init_distributed().is_main:
-        model.save_pretrained(folder / "out", state_dict=dict(whole))
-        written = load_file(folder / "out" / "model.safetensors")
-        assert all(torch.equal(value, whole[name]) for name, value in written.items())
-
-
-def test_values_that_were_gathered_are_saved(tmp_path: Path) -> None:
-    run_distributed(_gathered, 2, tmp_path)
