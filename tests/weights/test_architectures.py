@@ -82,27 +82,25 @@ def _check_all(folder: Path, names: list[str]) -> dict[str, list[str]]:
     return results
 
 
-def _assert_all_load(folder: Path, names: list[str], *world_sizes: int) -> None:
-    """Load each class that plain transformers builds, saves and loads, and compare it on every rank."""
-    failed = save_all(folder, names)
+EVERY = [pytest.mark.slow, pytest.mark.timeout(5400)]
+
+
+@pytest.mark.parametrize(
+    ("names", "world_sizes"),
+    [(ALWAYS, [2]), pytest.param(class_names(), [2, 3, 4], marks=EVERY)],
+    ids=["a selection", "every causal LM"],
+)
+@quiet()
+def test_what_plain_transformers_loads_is_loaded(
+    names: list[str], world_sizes: list[int], tmp_path: Path
+) -> None:
+    failed = save_all(tmp_path, names)
     assert failed.keys() <= NOT_LOADABLE.keys(), failed
     names = [name for name in names if name not in failed]
     for world_size in world_sizes:
-        by_rank = run_distributed(_check_all, world_size, folder, names, timeout=1500)
+        by_rank = run_distributed(_check_all, world_size, tmp_path, names, timeout=1500)
         wrong = {name: [r[name] for r in by_rank] for name in names if any(r[name] for r in by_rank)}
         assert wrong == {}, f"{len(names) - len(wrong)} of {len(names)} are bitwise on {world_size} ranks"
-
-
-@quiet()
-def test_a_selection(tmp_path: Path) -> None:
-    _assert_all_load(tmp_path, ALWAYS, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(5400)
-@quiet()
-def test_every_causal_lm(tmp_path: Path) -> None:
-    _assert_all_load(tmp_path, class_names(), 2, 3, 4)
 
 
 # --- vision-language classes: what loads, trains on text and comes back, as plainly ------------------------
