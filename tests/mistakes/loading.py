@@ -143,7 +143,7 @@ MISTAKES: list[Mistake] = [
         "shard/compile.py",
         'block.compile(**{"recompile_limit": _VARIANTS, **compile_kwargs})',
         "block.compile(**compile_kwargs)",
-        ("tests/shard/test_recompiles.py",),
+        ("tests/shard/test_shard.py::test_ragged_rows_and_evaluations_are_compiled_to_the_last",),
     ),
     Mistake(
         "operations of a group within a block taken for the block's",

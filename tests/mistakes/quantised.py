@@ -71,7 +71,7 @@ MISTAKES: list[Mistake] = [
         "planner/estimate.py",
         "    if skeleton.published:\n",
         "    if not skeleton.published:\n",
-        ("tests/planner/test_quantised.py",),
+        ("tests/planner/test_packed.py::test_memory_is_that_of_the_dequantised_model",),
     ),
     Mistake(
         "the planner frees packed bytes once their values are computed",

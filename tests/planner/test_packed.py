@@ -21,7 +21,7 @@ from fsdp_sft.planner.speed import step_time
 from fsdp_sft.shard.packing import KINDS
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
-from tests.harness.quantised_folders import deepseek_folder, mxfp4_folder
+from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder
 from tests.harness.ranks import run_distributed
 from tests.planner.families import LLAMA_8B
 
@@ -165,3 +165,19 @@ def test_the_command_takes_and_names_it(tmp_path: Path, capsys: Any) -> None:
     assert "--frozen-dtype='nf4' is for frozen weights" in capsys.readouterr().err
     assert main([*words, "--lora", "16", "--json", "--frozen-dtype", "nf4"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["frozen_dtype"] == "nf4"
+
+
+# --- configs of quantised checkpoints: planned as what is loaded from them ---------------------------------
+
+RUN = fs.Run(num_gpus=2, micro_batch_size=1, seq_length=32)
+
+
+@pytest.mark.parametrize("write", [mxfp4_folder, deepseek_folder], ids=["gpt-oss", "deepseek-v3"])
+def test_memory_is_that_of_the_dequantised_model(write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    quantised = fs.estimate_memory(tmp_path, RUN)
+    configure(tmp_path, quantization_config=None)
+    plain = fs.estimate_memory(tmp_path, RUN)
+    assert quantised.peak_bytes == plain.peak_bytes
+    assert "is published quantised" in quantised.notes[0]
+    assert not any("quantised" in note for note in plain.notes)

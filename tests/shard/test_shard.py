@@ -2,12 +2,14 @@
 
 import copy
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -263,3 +265,72 @@ print(fs.describe_sharding(model))
     code, text = Program(script).wait(120)
     assert code == 0, text[-2000:]
     assert "72,706,203,648 parameters" in text
+
+
+# --- methods of transformers and peft that would write, send or change one rank's shards -------------------
+
+FOREIGN: dict[str, Any] = {
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "with its shards": lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
+}
+
+
+def _refused(folder: Path, *, lora: bool) -> None:
+    model: Any = tiny_model("llama")
+    if lora:
+        model = fs.add_adapters(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    fs.shard_model(model, mesh=mesh_here())
+    for one in (model, model.get_base_model() if lora else model):
+        for name, call in FOREIGN.items():
+            with pytest.raises(fs.UnsupportedModelError, match="export_hf"):
+                call(one, folder / "out")
+            assert not (folder / "out").exists(), name
+        with pytest.raises(fs.UnsupportedModelError, match="new_vocab_size"):
+            one.resize_token_embeddings(200)
+        assert one.resize_token_embeddings() is one.get_input_embeddings()
+    (fs.export_adapter if lora else fs.export_hf)(model, folder / "exported")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_they_are_refused_before_anything_is_written(lora: bool, tmp_path: Path) -> None:
+    run_distributed(_refused, 2, tmp_path, lora=lora)
+    assert (tmp_path / "exported" / ("adapter_config.json" if lora else "config.json")).exists()
+
+
+# --- compiled blocks have room for their variants ----------------------------------------------------------
+
+
+@pytest.fixture
+def compiler_anew() -> Iterator[None]:
+    from torch._dynamo import config
+
+    torch.compiler.reset()
+    with config.patch(recompile_limit=config.recompile_limit):
+        yield
+    torch.compiler.reset()
+
+
+def _compiled_variants(lengths: int) -> int:
+    """Graphs compiled in training with ragged rows and evaluations in between."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = tiny_model("llama")
+    fs.apply_sac(model, "1/3")
+    fs.compile_blocks(model, backend=backend, dynamic=False)
+    for length in range(2, 2 + lengths):
+        ids = torch.arange(3, 3 + length)[None]
+        model.train()(input_ids=ids).logits.sum().backward()
+        with torch.no_grad():
+            model.eval()(input_ids=ids)
+    return len(graphs)
+
+
+@pytest.mark.usefixtures("compiler_anew")
+def test_ragged_rows_and_evaluations_are_compiled_to_the_last() -> None:
+    one = _compiled_variants(1)
+    torch.compiler.reset()
+    assert _compiled_variants(3) == 3 * one
