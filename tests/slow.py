@@ -59,8 +59,8 @@ BESIDE: dict[str, str] = {
     "tests/dcp_io/test_checkpoint.py::test_other_meshes[4-": (
         "tests/dcp_io/test_checkpoint.py::test_other_meshes[2-save_mesh1-4-load_mesh1]"
     ),
-    "tests/dcp_io/test_dcp.py::test_torchs_reader_loads_a_step[4-": (
-        "tests/dcp_io/test_dcp.py::test_torchs_reader_loads_a_step[3-save_mesh2-1]"
+    "tests/dcp_io/test_checkpoint.py::test_torchs_reader_loads_a_step[4-": (
+        "tests/dcp_io/test_checkpoint.py::test_torchs_reader_loads_a_step[3-save_mesh2-1]"
     ),
     "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype1]": (
         "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype0]"

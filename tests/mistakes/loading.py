@@ -108,7 +108,7 @@ MISTAKES: list[Mistake] = [
         "weights/meta.py",
         'wanted = overrides.get("architectures", config.architectures)',
         "wanted = config.architectures",
-        ("tests/weights/test_classes.py",),
+        ("tests/weights/test_odd_folders.py::test_a_class_that_the_config_does_not_name",),
     ),
     Mistake(
         "processors shared out twice",

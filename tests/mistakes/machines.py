@@ -93,7 +93,7 @@ MISTAKES = [
         "check/command.py",
         "        suppress(_RankLostError),\n",
         "        suppress(ZeroDivisionError),\n",
-        ("tests/check/test_lost.py",),
+        ("tests/check/test_command.py::test_a_rank_that_dies_is_in_the_table",),
     ),
     Mistake(
         "a process's own count of meetings tells them apart",
@@ -114,7 +114,7 @@ MISTAKES = [
         "jobs/watchdog.py",
         '"torch/distributed/fsdp/", "fsdp_sft/_ranks/", ',
         '"torch/distributed/fsdp/", ',
-        ("tests/check/test_lost.py",),
+        ("tests/check/test_command.py::test_the_watchdog_names_a_rank_that_hangs_in_a_check",),
     ),
     Mistake(
         "a process that was stopped takes the others for silent",
