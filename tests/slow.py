@@ -82,12 +82,12 @@ BESIDE: dict[str, str] = {
         f"{_LAYOUTS}[{case}]": f"{_LAYOUTS}[chunk]"
         for case in ("chunk-columns", "concatenate-columns", "renamed")
     },
-    "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[1]": (
-        "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
+    "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[1]": (
+        "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
     ),
     # Compiled, where eager shows the same mistake.
-    "tests/sac/test_matrix.py::test_compiled_gradients_are_bit_equal[llama]": (
-        "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
+    "tests/sac/test_ops.py::test_compiled_gradients_are_bit_equal[llama]": (
+        "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
     ),
     "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[aot_eager]": (
         "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[None]"

@@ -36,14 +36,14 @@ MISTAKES: list[Mistake] = [
         "step/checks.py",
         "            check_ids(model, batch)\n",
         "",
-        ("tests/model/test_vocabulary.py",),
+        ("tests/model/test_inputs.py::test_one_rank_with_an_id_too_many",),
     ),
     Mistake(
         "labels beyond the head reach the device",
         "step/checks.py",
         "                check_labels(model, batch, LABEL_KEYS, IGNORE_INDEX)\n",
         "                pass\n",
-        ("tests/model/test_vocabulary.py",),
+        ("tests/model/test_inputs.py::test_one_rank_with_an_id_too_many",),
     ),
     Mistake(
         "buffers of a copied module are left as the memory was",

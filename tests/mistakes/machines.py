@@ -65,7 +65,7 @@ MISTAKES = [
         "check/parity.py",
         "_FEWEST if len(first) == len(kinds) else max(_FEWEST, max(first) + 1)",
         "_FEWEST",
-        ("tests/check/test_parity.py",),
+        ("tests/check/test_planted.py::test_a_layer_truncated_config",),
     ),
     Mistake(
         "on one rank weights are compared with themselves",
@@ -79,7 +79,7 @@ MISTAKES = [
         "check/parity.py",
         "<= max(_TIMES * off, least[place]):\n",
         "<= max(_TIMES, least[place]):\n",
-        ("tests/check/test_parity.py",),
+        ("tests/check/test_planted.py::test_rounding_is_what_one_process_has",),
     ),
     Mistake(
         "routers are random where two trainings are compared",

@@ -50,7 +50,7 @@ MISTAKES = [
         "optimizer/adamw.py",
         "noise.masked_fill_(values.abs() >= torch.finfo(torch.bfloat16).max, 0)",
         "values.abs()",
-        ("tests/optimizer/test_stochastic.py::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
+        ("tests/optimizer/test_adamw.py::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
     ),
     Mistake(
         "parts of a breakdown below nothing",

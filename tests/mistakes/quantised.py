@@ -78,14 +78,14 @@ MISTAKES: list[Mistake] = [
         "planner/parameters.py",
         "gathered=sum(n * size for _, n, size in sent)",
         "gathered=sum(n * size for p, n, size in sent if p.layout is None)",
-        ("tests/planner/test_packed_on_a_device.py",),
+        ("tests/planner/test_on_a_device.py::test_packed_weights_take_what_the_estimate_says",),
     ),
     Mistake(
         "the planner computes packed values without memory in between",
         "planner/parameters.py",
         "decoding=max(decoding_peak(layouts[flag], run.param_dtype) for flag in ranks),",
         "decoding=0,",
-        ("tests/planner/test_packed_on_a_device.py",),
+        ("tests/planner/test_on_a_device.py::test_packed_weights_take_what_the_estimate_says",),
     ),
     Mistake(
         "the planner packs what a checkpoint's config leaves in 16 bits",

@@ -54,7 +54,7 @@ MISTAKES: list[Mistake] = [
         "_model/adapters.py",
         "    for wrapper in layers:\n",
         "    for wrapper in layers[:1]:\n",
-        ("tests/model/test_expert_adapters.py",),
+        ("tests/model/test_adapters.py::test_they_train_and_export_as_in_plain_peft",),
     ),
     Mistake(
         "adapters that peft does not merge are found when the export writes them",
@@ -82,7 +82,7 @@ MISTAKES: list[Mistake] = [
         "_model/adapters.py",
         'for fqn in sorted(layers, key=lambda fqn: _is_a(layers[fqn], "ParamWrapper")):',
         "for fqn in layers:",
-        ("tests/model/test_expert_adapters.py",),
+        ("tests/model/test_adapters.py::test_they_train_and_export_as_in_plain_peft",),
     ),
     Mistake(
         "a cache is filled where a forward does not name it",
