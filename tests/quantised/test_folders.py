@@ -127,20 +127,6 @@ def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
     assert difference(loaded(tmp_path / "stored"), plain(tmp_path / "published")) == []
 
 
-def test_a_stale_word_in_the_config(folders: Path, tmp_path: Path) -> None:
-    """Weights that are not packed are what they are, whatever the config says."""
-    quantised(tmp_path, fp8_block, **SIZES)
-    rewrite(
-        folder := tmp_path / "stored",
-        {n: t.bfloat16() for n, t in tensors_of(tmp_path / "published").items()},
-    )
-    model = fs.build_meta_model(folder)
-    report = fs.load_weights(model, folder)
-    assert set(report.formats) == {"bf16"}
-    configure(folder, quantization_config=None)
-    assert difference(model, plain(folder)) == []
-
-
 def test_a_file_of_its_own_says_it(folders: Path, tmp_path: Path) -> None:
     method = "fp8 of modelopt"
     folder = shutil.copytree(folders / method / "stored", tmp_path / "stored")

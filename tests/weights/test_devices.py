@@ -1,7 +1,6 @@
 """Loading onto devices that are not the first, on streams that are not the default."""
 
 import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
 from tests.harness.composed import composed
-from tests.harness.hf_folders import plain, rewrite, save_tiny, tensors_of
+from tests.harness.hf_folders import plain, save_tiny
 from tests.harness.models import full
 from tests.simulated.ranks import run_simulated
 
@@ -113,25 +112,3 @@ def test_a_load_takes_little_beside_the_shards(tmp_path: Path, new_vocab_size: i
         assert largest > 16 * PIECE
         assert shards > 2 * largest
         assert beside <= 2 * PIECE + (shards // largest + 40) * 512  # the allocator rounds up to 512
-
-
-def _random_states() -> list[Any]:
-    devices = [torch.sim.get_rng_state(index) for index in range(torch.sim.device_count())]
-    return [state.tolist() for state in (torch.get_rng_state(), *devices)] + [random.getstate()]
-
-
-def _initialise_a_missing_key(folder: Path) -> tuple[list[str], bool]:
-    fs.init_distributed()
-    torch.manual_seed(1234)  # the caller's, of every device
-    before = _random_states()
-    model = composed(folder, mesh=fs.build_mesh(), missing="initialise")
-    unmoved = _random_states() == before
-    return _wrong_values(model, folder), unmoved
-
-
-def test_the_callers_random_numbers_are_left_alone_on_every_device(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path)
-    tensors = tensors_of(folder)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    rewrite(folder, tensors)
-    assert run_simulated(_initialise_a_missing_key, 2, folder) == [([], True)] * 2

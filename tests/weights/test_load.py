@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import reader as read
@@ -17,7 +17,7 @@ from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.layouts import register_layout
-from tests.harness.models import full, ragged_batches
+from tests.harness.models import ragged_batches
 from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -214,26 +214,6 @@ def test_missing_keys_are_initialised_alike(tmp_path: Path) -> None:
     for world_size, shape in [(2, {}), (4, {"dp_replicate": 2})]:
         for initialised in run_distributed(_check_loads, world_size, tmp_path, shape, missing="initialise"):
             assert sorted(initialised) == sorted(missing)
-
-
-def _check_frozen_and_offloaded(folder: Path) -> None:
-    model = build_meta_model(folder, dtype=torch.bfloat16)
-    model.model.embed_tokens.requires_grad_(False)
-    model.eval()
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, offload_policy=CPUOffloadPolicy())
-    load_weights(model, folder)
-    oracle = plain(folder)
-    assert not model.training
-    for name, parameter in model.named_parameters():
-        frozen = name == "model.embed_tokens.weight"
-        assert parameter.requires_grad != frozen
-        assert parameter.dtype == (torch.bfloat16 if frozen else torch.float32)
-        assert torch.equal(full(parameter).float(), oracle.get_parameter(name)), name
-
-
-def test_frozen_parameters_and_offloading(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    run_distributed(_check_frozen_and_offloaded, 2, tmp_path)
 
 
 def _check_evaluate_then_load(folder: Path) -> None:
