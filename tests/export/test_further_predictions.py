@@ -11,7 +11,6 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft.export.settings import further_predictions
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain, rewrite, tensors_of
 from tests.harness.models import ragged_batches
@@ -157,10 +156,3 @@ def test_of_a_quantised_base_their_values(tmp_path: Path) -> None:
     base, out = _further(tmp_path / "values"), _further(_export(tmp_path))
     assert base.keys() == out.keys()
     assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in base.items())
-
-
-def test_a_tower_may_be_deeper_than_the_text() -> None:
-    config = tf.DeepseekV3Config(**LATENT, num_hidden_layers=2, num_nextn_predict_layers=1)
-    written = [f"model.layers.{n}.norm" for n in range(2)] + [f"vision.layers.{n}.norm" for n in range(5)]
-    assert further_predictions(config, written) == {}
-    assert config.num_nextn_predict_layers == 0

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 import struct
 import warnings
 from fractions import Fraction
@@ -26,6 +25,7 @@ from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same
 
 BF16 = torch.bfloat16
 
@@ -141,7 +141,7 @@ def test_a_layout_and_parts_do_not_matter(how: str, dtype: torch.dtype, monkeypa
     assert all(map(torch.equal, *results))
 
 
-def test_state_dict_pickle_and_copy_go_on_as_the_original() -> None:
+def test_a_state_dict_goes_on_as_the_original() -> None:
     for state_dtype in (None, torch.float32, BF16):
         own = _parameters([(20, 10), (6,)], [BF16, torch.float32])
         optimizer = fs.StochasticAdamW(own, lr=torch.tensor(1e-2), seed=7, state_dtype=state_dtype)
@@ -149,21 +149,16 @@ def test_state_dict_pickle_and_copy_go_on_as_the_original() -> None:
             _gradients(own, step)
             optimizer.step()
         kept = copy.deepcopy((own, optimizer.state_dict()))
-        pickled = pickle.loads(pickle.dumps(optimizer))
         _gradients(own, 2)
         optimizer.step()
-        again = kept[0]
-        loaded = fs.StochasticAdamW(again, lr=1.0)
-        loaded.load_state_dict(kept[1])
-        of_pickle = [p for group in pickled.param_groups for p in group["params"]]
-        for others, other in ((again, loaded), (of_pickle, pickled)):
-            _gradients(others, 2)
-            other.step()
-            assert all(map(torch.equal, others, own))
-            for a, b in zip(others, own, strict=True):
-                for name, value in optimizer.state[b].items():
-                    assert other.state[a][name].dtype == value.dtype
-                    assert torch.equal(other.state[a][name], value)
+        others, state = kept
+        loaded = fs.StochasticAdamW(others, lr=1.0)
+        loaded.load_state_dict(state)
+        _gradients(others, 2)
+        loaded.step()
+        assert all(map(torch.equal, others, own))
+        for a, b in zip(others, own, strict=True):
+            assert_same(loaded.state[a], optimizer.state[b])
 
 
 def test_the_state_of_torchs_adamw_is_taken() -> None:

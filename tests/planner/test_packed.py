@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +84,6 @@ def _packed(config: Any, run: fs.Run) -> list[Any]:
     """The matrices that a plan packs."""
     groups = build_skeleton(config, run).groups
     return [layout for group in groups for layout in group_sizes(group, run).packed]
-
-
-def test_bits_of_a_parameter() -> None:
-    def held(kind: str | None) -> float:
-        run = fs.Run(**JOB, lora_rank=8, sac_ratio=1, frozen_dtype=kind)
-        return fs.estimate_memory(LLAMA_70B, run).breakdown["parameters (shards)"] * 8 * JOB["num_gpus"]
-
-    packed = _packed(LLAMA_70B, fs.Run(**JOB, lora_rank=8, frozen_dtype="nf4"))
-    linear = sum(math.prod(layout.shape) for layout in packed)
-    assert linear == 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
-    assert held(None) - held("nf4") == linear * (16 - 4.25)
-    assert held(None) - held("fp8") == linear * (16 - 8.25)
 
 
 def test_seconds_have_the_bytes_of_gathers_and_the_values_in_them() -> None:

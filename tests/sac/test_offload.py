@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft.sac.offload import Offload
-from tests.harness.device import mesh_here
 from tests.harness.losses import gradients_of
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import tiny_model
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.02
@@ -215,22 +212,3 @@ def test_on_a_cpu_nothing_moves() -> None:
         one(**_batch("cpu")).loss.backward()
     assert _equal(gradients_of(model), gradients_of(plain))
     assert _offload_of(model).latest == []
-
-
-def _sharded() -> bool:
-    steps = []
-    for offload in (False, True):
-        model = _model(dtype=torch.bfloat16)
-        fs.apply_sac(model, "1/2", offload=offload)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batches = ragged_batches(4)[dist.get_rank() :: 2]
-        results = [fs.train_step(model, batches, optimizer) for _ in range(2)]
-        assert fs.evaluate(model, batches).loss < results[0].loss
-        steps.append({name: full(p) for name, p in model.named_parameters()})
-    return _equal(*steps)
-
-
-def test_sharded_in_bfloat16() -> None:
-    assert run_simulated(_sharded, 2, copy_delay=SLOW) == [True] * 2

@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto
 
 import fsdp_sft as fs
 from fsdp_sft.weights import build_meta_model, load_weights
+from tests import plain as plainly
 from tests.harness.architectures import class_names, inputs_for, quiet, save_all, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, plain, tensors_of
@@ -136,9 +137,8 @@ def _trained_plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Te
         config.use_cache = False  # the few layers may have no attention, which caches count by
     logits = model(**rows).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    loss.backward()
-    torch.optim.SGD(model.parameters(), lr=RATE).step()
-    return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
+    found, _ = plainly.step(model, [loss], [torch.optim.SGD(model.parameters(), lr=RATE)])
+    return found, {name: p.detach() for name, p in model.named_parameters()}
 
 
 @quiet()
