@@ -21,19 +21,11 @@ from tests.harness.hf_folders import difference, plain, save_tiny, tensors_of
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.quantised_folders import mxfp4_folder
 from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same
 
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "mixtral", "gpt2", "gemma3", "t5", "bert"]
 HSDP = {"dp_replicate": 2}
 INDEX = "model.safetensors.index.json"
-
-
-def _read(folder: Path) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            assert file.metadata() == {"format": "pt"}
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return {name: (tensor.dtype, tensor) for name, tensor in found.items()}
 
 
 def _json(path: Path) -> Any:
@@ -54,16 +46,12 @@ def _assert_same_folder(actual: Path, expected: Path) -> None:
                 found, wanted = _json(actual / name), _json(expected / name)
                 assert {**found, **wanted} == found, name
                 assert found.keys() - wanted.keys() <= set(FORMER), name
-    if split:
-        index = _json(actual / INDEX)
-        for file in actual.glob("*.safetensors"):
-            with safe_open(file, "pt") as opened:
-                assert {n for n, f in index["weight_map"].items() if f == file.name} == set(opened.keys())
-    got, wanted = _read(actual), _read(expected)
-    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
-    for name, (dtype, tensor) in wanted.items():
-        assert got[name][0] == dtype, name
-        assert torch.equal(got[name][1], tensor), name
+    index = _json(actual / INDEX)["weight_map"] if split else {}
+    for file in actual.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert not split or {n for n, f in index.items() if f == file.name} == set(opened.keys())
+    assert_same(tensors_of(actual), tensors_of(expected))
 
 
 def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None, families: list[str]) -> None:
@@ -88,8 +76,7 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
                 assert os.listdir(folder).count(f".tmp-{out.name}") == 0
                 _assert_same_folder(out, Path(f"{name}-expected"))
                 loaded = type(plain).from_pretrained(out, dtype=dtype)
-                for key, tensor in plain.state_dict().items():
-                    assert torch.equal(loaded.state_dict()[key], tensor), (family, key)
+                assert_same(loaded.state_dict(), plain.state_dict())
                 if family == "llama":
                     assert type(tf.AutoModelForCausalLM.from_pretrained(out)) is type(plain)
 
@@ -116,13 +103,13 @@ def _other_tensors(folder: str) -> None:
     fs.export_hf(model, f"{folder}/out")
     fs.export_hf(model, f"{folder}/own", dtype=None)
     if torch.distributed.get_rank() == 0:
-        found = _read(Path(folder, "out"))
+        found = tensors_of(Path(folder, "out"))
         values = {"steps": 12345678901, "ratio": 3.5, "seen": [True, False, True]}
-        assert {name: found[f"model.{name}"][1].tolist() for name in values} == values
+        assert {name: found[f"model.{name}"].tolist() for name in values} == values
         assert "model.scratch" not in found
         dtypes = {"input_layernorm": torch.float32, "mlp.up_proj": torch.bfloat16}
-        assert {name: found[f"model.layers.0.{name}.weight"][0] for name in dtypes} == dtypes
-        assert {dtype for dtype, _ in _read(Path(folder, "own")).values()} >= {torch.float32, torch.int64}
+        assert {name: found[f"model.layers.0.{name}.weight"].dtype for name in dtypes} == dtypes
+        assert {t.dtype for t in tensors_of(Path(folder, "own")).values()} >= {torch.float32, torch.int64}
         assert json.loads(Path(folder, "own", "config.json").read_text())["dtype"] == "float32"
         assert json.loads(Path(folder, "out", "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -160,7 +147,7 @@ def _refusals(folder: str) -> None:
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
     assert fs.export_hf(model, f"{folder}/empty", dtype=torch.float32) == Path(folder, "empty")
     torch.distributed.barrier()
-    for name, (_, tensor) in _read(Path(folder, "empty")).items():
+    for name, tensor in tensors_of(Path(folder, "empty")).items():
         assert torch.equal(before[name], tensor)
 
 
@@ -209,9 +196,7 @@ def test_a_class_of_its_own_kind(name: str, tmp_path: Path) -> None:
     tiny_architecture(name).to(torch.bfloat16).save_pretrained(tmp_path / name)
     model = plain(tmp_path / name, dtype=torch.bfloat16)
     fs.export_hf(model, tmp_path / "out")
-    got, wanted = _read(tmp_path / "out"), _read(tmp_path / name)
-    assert got.keys() == wanted.keys()
-    assert all(torch.equal(got[key][1], wanted[key][1]) for key in wanted)
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / name))
     assert difference(model, plain(tmp_path / "out", dtype=torch.bfloat16)) == []
 
 
@@ -260,12 +245,8 @@ SHARED: dict[str, dict[str, Any]] = {
 
 def _same(model: Any, folder: Path, dtype: torch.dtype | None = torch.bfloat16) -> None:
     fs.export_hf(model, folder, dtype=dtype)
-    expected = tensors_of(folder)
-    found = dict(fs.iter_hf_tensors(model, dtype=dtype))
-    assert sorted(found) == sorted(expected)
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert torch.equal(tensor.cpu(), expected[name]), name
+    found = {name: tensor.cpu() for name, tensor in fs.iter_hf_tensors(model, dtype=dtype)}
+    assert_same(found, tensors_of(folder))
 
 
 def _check_handed(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import fsdp_sft as fs
 from tests.harness.hf_folders import save_tiny, tensors_of
 from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.packs import assert_same
 from tests.harness.quantised_folders import fp8_experts_folder, fp8_folder, mxfp4_folder
 
 DEQUANTISED = {
@@ -38,8 +39,7 @@ def test_what_transformers_dequantised_is_exported_in_16_bits(kind: str, tmp_pat
         folder, dtype=torch.bfloat16, output_loading_info=True
     )
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, read.state_dict()[name]), name
+    assert_same(model.state_dict(), read.state_dict())
     assert fs.build_meta_model(folder).state_dict().keys() == model.state_dict().keys()
 
 

@@ -117,8 +117,7 @@ def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: 
     model = loaded(folder / "base", kind, family, mesh=mesh, **options)
     found = train(model)
     assert found[0] == expected[0]
-    for name, moved in expected[1].items():
-        assert torch.equal(found[1][name], moved), name
+    assert_same(found[1], expected[1])
     count, size = held(model)
     names = {name for name, p in model.named_parameters() if isinstance(local_of(p), PackedShard)}
     wanted = {name for name, p in dense.named_parameters() if is_packed(name, p)}
