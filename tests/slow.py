@@ -53,8 +53,8 @@ BESIDE: dict[str, str] = {
     "tests/weights/test_account.py::test_copies_have_all_of_what_they_are_copies_of[4-": (
         "tests/weights/test_account.py::test_copies_have_all_of_what_they_are_copies_of[2-mesh_shape0]"
     ),
-    "tests/weights/test_ties.py::test_the_same_values_under_both_names[4-": (
-        "tests/weights/test_ties.py::test_the_same_values_under_both_names[2-mesh_shape0]"
+    "tests/weights/test_load.py::test_the_same_values_under_both_names[4-": (
+        "tests/weights/test_load.py::test_the_same_values_under_both_names[2-mesh_shape0]"
     ),
     "tests/dcp_io/test_checkpoint.py::test_other_meshes[4-": (
         "tests/dcp_io/test_checkpoint.py::test_other_meshes[2-save_mesh1-4-load_mesh1]"

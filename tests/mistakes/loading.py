@@ -66,14 +66,17 @@ MISTAKES: list[Mistake] = [
         "            bytes_read = _read_own(plan, tensors, readers, shards, kind)\n"
         "            for t in plan.duplicates:\n"
         "                do_reads(_reads(plan, t, tensors[t.name], compare=True))\n",
-        ("tests/weights/test_ties.py",),
+        ("tests/weights/test_load.py::test_the_same_values_under_both_names",),
     ),
     Mistake(
         "the second name of tied weights is not compared",
         "weights/fill.py",
         "            bytes_read += do_reads(itertools.chain(*again), workers=threads_that_read())\n",
         "            del again\n",
-        ("tests/weights/test_ties.py",),
+        (
+            "tests/weights/test_load.py::test_values_that_differ_where_no_sample_looks",
+            "tests/weights/test_load.py::test_a_second_name_that_is_converted_is_compared_too",
+        ),
     ),
     Mistake(
         "entries of a namespace are blocks",
@@ -164,6 +167,6 @@ MISTAKES: list[Mistake] = [
         "weights/load.py",
         "            make_ties(base)\n",
         "",
-        ("tests/weights/test_ties.py::test_ties_that_to_empty_has_broken_are_made_again",),
+        ("tests/weights/test_load.py::test_ties_that_to_empty_has_broken_are_made_again",),
     ),
 ]

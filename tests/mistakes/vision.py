@@ -12,7 +12,7 @@ MISTAKES: list[Mistake] = [
         "weights/meta.py",
         "    keys = {name: next(iter(s.values()))[0] for name, (c, s) in matched.items() if c is None}\n",
         "    keys = {name: name for name in stored}\n",
-        ("tests/weights/test_ties.py",),
+        ("tests/weights/test_load.py::test_names_that_the_checkpoint_has_otherwise",),
     ),
     Mistake(
         "the bare class that a config names is built",

@@ -23,7 +23,7 @@ from tests.harness.trained import assert_same, everything, spread
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
-NUM_STEPS = 6
+NUM_STEPS = 4
 LEARNING_RATE = 1e-2
 PLAIN = MixedPrecisionPolicy()
 
