@@ -83,7 +83,7 @@ MISTAKES: list[Mistake] = [
         "_model/blocks.py",
         "if isinstance(module, nn.ModuleDict) and not _is_numbered(module):",
         "if False:",
-        ("tests/model/test_blocks.py::test_containers_that_are_never_called_are_no_blocks",),
+        ("tests/model/test_model.py::test_containers_that_are_never_called_are_no_blocks",),
     ),
     Mistake(
         "new rows are a mean of what this rank holds",
@@ -118,7 +118,9 @@ MISTAKES: list[Mistake] = [
         "_tensors/reader.py",
         "    shared = ranks_on_host() if cpus == os.cpu_count() else 1\n",
         "    shared = ranks_on_host()\n",
-        ("tests/weights/test_reads.py",),
+        (
+            "tests/weights/test_devices.py::test_threads_are_those_of_the_processors_that_a_rank_has_to_itself",
+        ),
     ),
     Mistake(
         "a parameter kept in float32 drags along those of its block",
@@ -160,7 +162,7 @@ MISTAKES: list[Mistake] = [
         "_tensors/reader.py",
         '            advise(self.descriptors[file], 0, 0, "POSIX_FADV_RANDOM")\n',
         "",
-        ("tests/weights/test_reads.py",),
+        ("tests/weights/test_devices.py::test_what_lies_beside_a_part_is_not_fetched",),
     ),
     Mistake(
         "weights that to_empty has untied stay two",
