@@ -1,4 +1,4 @@
-"""Roots: one job at a time saves below one, and one that is gone is no hindrance; mounts of object stores."""
+"""Roots: one job at a time saves below one, readers beside it take whole steps; mounts of object stores."""
 
 import errno
 import itertools

@@ -1,4 +1,4 @@
-"""State of any optimizer, and of several at once: exact, or refused where it does not fit."""
+"""State of any optimizer, and of several at once: exact, or refused where it would not come back."""
 
 from collections.abc import Callable
 from pathlib import Path

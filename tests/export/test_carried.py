@@ -1,4 +1,4 @@
-"""What an export takes over from its source: processor files and code, and no reference into the void."""
+"""What an export takes over: files and code of its source, chat templates, fields that other readers want."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Packs of vision-language models: caches that a forward does not name, and positions of several axes."""
+"""Inputs: packs of vision-language models, caches that a forward does not name, ids without a row."""
 
 import copy
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A model that others look at is left as it was."""
+"""A model that others look at is left as it was; its blocks are found, whatever its origin."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""StochasticAdamW beside torch's AdamW in float32, on one rank and over shards and replicas."""
+"""StochasticAdamW beside torch's AdamW in float32, and its rounding beside exact arithmetic."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Plans that are searched: they fit, the fastest first; and the command line that prints them."""
+"""Plans: they fit, the fastest first, on GPUs by name; the command line that prints them."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Ways to quantise that are not read, packed weights of which no config tells, odd forms: refused by name."""
+"""Ways to quantise that are not read, odd forms, and faults planted in each format: refused by name."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Recomputing all but named submodules, and what checkpointing costs and saves, counted."""
+"""What is recomputed and what is kept, counted; and gradients that are the same, bit by bit."""
 
 import itertools
 from typing import Any

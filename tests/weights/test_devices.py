@@ -1,4 +1,4 @@
-"""Loading onto devices that are not the first, on streams that are not the default."""
+"""Loads onto devices that are not the first, by so many threads, without what lies beside a rank's part."""
 
 import os
 import sys

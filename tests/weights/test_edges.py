@@ -1,4 +1,4 @@
-"""What checkpoints seldom hold and models seldom are: each loads bitwise right, or ends in a typed error."""
+"""What checkpoints seldom hold, and code that they bring: each loads bitwise right, or ends in an error."""
 
 import json
 import pickle

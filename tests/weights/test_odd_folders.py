@@ -1,4 +1,4 @@
-"""Forms in which repositories come: a bare class, other formats beside, adapters, layers nobody reads."""
+"""Forms in which repositories come: a bare class, another class, other formats beside, adapters, layers."""
 
 import json
 import re
