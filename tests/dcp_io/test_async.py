@@ -1,4 +1,4 @@
-"""Asynchronous saves: the state of the moment, one at a time, errors never lost; and the best by a metric."""
+"""Asynchronous saves: the state of the moment, from any device, one at a time, no error lost; the best."""
 
 import os
 import subprocess
