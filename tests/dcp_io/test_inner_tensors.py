@@ -54,11 +54,11 @@ def _own_of(tensor: torch.Tensor) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _inner_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _inner_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """This rank's state as plain tensors, what is inside subclasses in their place."""
-    found = []
-    for state in optimizer.state.values():
-        plain: dict[str, Any] = {}
+    found: dict[int, dict[str, Any]] = {}
+    for number, state in enumerate(optimizer.state.values()):
+        plain = found.setdefault(number, {})
         for name, value in state.items():
             local = _own_of(value)
             if hasattr(local, "dequantize") and type(local) is not torch.Tensor:
@@ -67,7 +67,6 @@ def _inner_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 plain[f"{name}/context"] = type(local).__name__, context, local.shape, local.dtype
             else:
                 plain[name] = local.detach().clone()
-        found.append(plain)
     return found
 
 
@@ -78,12 +77,6 @@ def _train(model: Any, optimizer: Any, first: int, count: int) -> None:
                 weight.grad = (weight.detach() * (1 + step / 7)).sin()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def _same(actual: Any, expected: Any) -> None:
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert_same(one, other)
 
 
 def _floats(optimizer: Any) -> list[torch.Tensor]:
@@ -113,9 +106,9 @@ def _save(root: str, shapes: Any, mesh: Any, kind: str = "AdamW8bit") -> list[to
         again, fresh = _make(shapes, mesh, kind)
         _train(again, fresh, 0, trained)
         fs.load_checkpoint(f"{root}/step-{step}", model=again, optimizer=fresh)
-        _same(_inner_state(fresh), expected)
+        assert_same(_inner_state(fresh), expected)
         _train(again, fresh, 3, 2)
-        _same(_inner_state(fresh), _inner_state(optimizer))
+        assert_same(_inner_state(fresh), _inner_state(optimizer))
         for a, b in zip(again.parameters(), model.parameters(), strict=True):
             assert torch.equal(_own_of(a), _own_of(b))
     return floats
@@ -186,4 +179,4 @@ def test_a_parameter_with_a_slash_in_its_name(several: bool, tmp_path: Path) -> 
     fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizers)
     fs.load_checkpoint(tmp_path, model=model, optimizer=fresh)
     for one, other in zip(fresh, optimizers, strict=True):
-        _same(_inner_state(one), _inner_state(other))
+        assert_same(_inner_state(one), _inner_state(other))
