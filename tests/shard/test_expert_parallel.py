@@ -231,31 +231,29 @@ def test_each_rank_reads_its_own_experts_and_every_byte_is_read_once(
 
 
 def _check_refused(mixtral: str, without: str, dense: str) -> None:
-    mesh = mesh_here()
-    for ep_size in (3, 0):
-        with pytest.raises(ValueError, match=r"use one of \[1, 2, 4\]"):
-            composed(mixtral, mesh=mesh, ep_size=ep_size)
-    for folder in (without, dense):
-        with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out the experts"):
-            composed(folder, mesh=mesh, ep_size=2)
-    with pytest.raises(ValueError, match="without cp"):
-        composed(mixtral, mesh=mesh_here(cp=2), ep_size=2)
-    for on_experts in (
-        {"target_modules": ["q_proj"], "modules_to_save": ["experts"]},
-        {"target_parameters": ["mlp.experts.down_proj"]},
-    ):
-        lora = LoraConfig(r=2, task_type="CAUSAL_LM", **on_experts)
-        with pytest.raises(fs.UnsupportedModelError, match="cannot share out experts that peft"):
-            composed(mixtral, mesh=mesh, ep_size=2, peft_config=lora)
-    with pytest.raises(fs.UnsupportedModelError, match="group of its own"):
+    mesh, half = mesh_here(), MixedPrecisionPolicy(param_dtype=torch.float16)
+    copied = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"], task_type="CAUSAL_LM")
+    adapted = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")
+    unsupported, twice = fs.UnsupportedModelError, "would divide gradients of experts by the ranks twice"
+    cases: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+        (mixtral, {"ep_size": 3}, ValueError, r"use one of \[1, 2, 4\]"),
+        (mixtral, {"ep_size": 0}, ValueError, r"use one of \[1, 2, 4\]"),
+        (without, {}, unsupported, "no plan by which ranks share out the experts"),
+        (dense, {}, unsupported, "no plan by which ranks share out the experts"),
+        (mixtral, {"mesh": mesh_here(cp=2)}, ValueError, "without cp"),
+        (mixtral, {"peft_config": copied}, unsupported, "cannot share out experts that peft"),
+        (mixtral, {"peft_config": adapted}, unsupported, "cannot share out experts that peft"),
+        (mixtral, {"ep_size": 4, "mp_policy": half}, ValueError, twice),
+        (mixtral, {"mesh": mesh_here(dp_replicate=2), "mp_policy": half}, ValueError, twice),
+    ]
+    for folder, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            composed(folder, **{"mesh": mesh, "ep_size": 2, **options})
+    with pytest.raises(unsupported, match="group of its own"):
         fs.apply_sac(composed(mixtral, mesh=mesh, ep_size=2), save="self_attn")
-    with pytest.raises(fs.UnsupportedModelError, match="that ranks share out by ep_size") as early:
+    with pytest.raises(unsupported, match="that ranks share out by ep_size") as early:
         composed(mixtral, mesh=mesh, ep_size=2, sac_ratio=1, sac={"save": "self_attn"})
     assert "load_weights" not in [entry.name for entry in early.traceback]
-    half = MixedPrecisionPolicy(param_dtype=torch.float16)
-    for shape, ep_size in (({}, 4), ({"dp_replicate": 2}, 2)):
-        with pytest.raises(ValueError, match="FSDP2 would divide gradients of experts by the ranks twice"):
-            composed(mixtral, mesh=mesh_here(**shape), ep_size=ep_size, mp_policy=half)
     with pytest.raises(ValueError, match="ep_size=2 needs a model on the meta device"):
         fs.shard_model(tiny_architecture("MixtralForCausalLM"), mesh=mesh, ep_size=2)
 

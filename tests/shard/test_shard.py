@@ -184,17 +184,21 @@ def test_modules_kept_in_float32_are_honoured_or_named() -> None:
 
 
 def _check_refusals() -> None:
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
-    with pytest.raises(ValueError, match="is sharded already"):
-        fs.shard_model(model, mesh=mesh_here())
-    with pytest.raises(ValueError, match="factor of 4, not 3"):
-        fs.shard_model(tiny_model("llama"), mesh=mesh_here(), reshard_after_forward=3)
-    with pytest.raises(ValueError, match="no block"):
-        fs.shard_model(nn.Linear(3, 3), mesh=mesh_here())
-    with pytest.raises(ValueError, match=r"model.layers.0, .* are not modules of this"):
-        fs.shard_model(tiny_model("llama"), mesh=mesh_here(), blocks=fs.find_blocks(tiny_model("llama")))
-    with pytest.raises(ValueError, match="is not sharded; call shard_model first"):
-        fs.describe_sharding(tiny_model("llama"))
+    mesh, llama = mesh_here(), tiny_model("llama")
+    others = fs.find_blocks(tiny_model("llama"))
+    sharded = fs.shard_model(tiny_model("llama"), mesh=mesh)
+    for call, message in (
+        (lambda: fs.shard_model(sharded, mesh=mesh), "is sharded already"),
+        (lambda: fs.shard_model(llama, mesh=mesh, reshard_after_forward=3), "factor of 4, not 3"),
+        (lambda: fs.shard_model(nn.Linear(3, 3), mesh=mesh), "no block"),
+        (
+            lambda: fs.shard_model(llama, mesh=mesh, blocks=others),
+            "model.layers.0, .* are not modules of this",
+        ),
+        (lambda: fs.describe_sharding(llama), "is not sharded; call shard_model first"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
