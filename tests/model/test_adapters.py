@@ -41,11 +41,6 @@ def _windows(ranks: int) -> list[list[list[dict[str, Any]]]]:
     return [[step[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)] for step in steps]
 
 
-def _oracle_adapters(model: Any, seed: int, **overrides: Any) -> Any:
-    torch.manual_seed(seed)
-    return peft.get_peft_model(model, _config(**overrides))
-
-
 def _oracle_training(model: Any) -> list[float]:
     """Plain steps on all rows, in place."""
     optimizer = _optimizer(model)
@@ -67,11 +62,8 @@ def _train(
     return [fs.train_step(model, step[rank], optimizer).loss for step in steps]
 
 
-def _sharded(model: Any, *, ratio: Any = 0) -> Any:
-    if ratio:
-        assert fs.apply_sac(model, ratio)
-    mesh = mesh_here()
-    return fs.shard_model(model, mesh=mesh, master_dtype=torch.float64, mp_policy=PLAIN)
+def _sharded(model: Any) -> Any:
+    return fs.shard_model(model, mesh=mesh_here(), master_dtype=torch.float64, mp_policy=PLAIN)
 
 
 def _assert_equals_oracle(model: Any, losses: list[float], oracle: Any, expected: list[float]) -> None:
@@ -90,25 +82,6 @@ def _assert_frozen_cost_nothing(model: Any, optimizer: torch.optim.Optimizer) ->
     assert set(optimizer.state) == trained
     assert 0 < len(trained) < len(list(model.parameters()))
     assert all(p.grad is None for p in model.parameters())
-
-
-def _adapters_like_the_oracle() -> None:
-    variants: list[dict[str, Any]] = [
-        {},
-        {"modules_to_save": ["lm_head"]},
-        {"use_rslora": True, "bias": "all"},
-    ]
-    for overrides in variants:
-        oracle = _oracle_adapters(tiny_model("llama", dtype=torch.float64), 7, **overrides)
-        expected = _oracle_training(oracle)
-        assert all(p.abs().sum() > 0 for n, p in oracle.named_parameters() if "lora_B" in n)
-        for ratio in (0, "1/3") if not overrides else (0,):
-            adapted = fs.add_adapters(tiny_model("llama", dtype=torch.float64), _config(**overrides), seed=7)
-            model = _sharded(adapted, ratio=ratio)
-            optimizer = _optimizer(model)
-            losses = _train(model, optimizer)
-            _assert_equals_oracle(model, losses, oracle, expected)
-            _assert_frozen_cost_nothing(model, optimizer)
 
 
 def _freeze(model: Any, how: str) -> Any:
@@ -139,10 +112,6 @@ def _frozen_parts_like_the_oracle(folder: str) -> None:
         exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
         for name, parameter in oracle.named_parameters():
             assert float((exported.get_parameter(name) - parameter).abs().max()) <= 1e-9, name
-
-
-def test_adapters_train_like_a_plain_loop() -> None:
-    run_distributed(_adapters_like_the_oracle, 2)
 
 
 def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
@@ -312,6 +281,7 @@ LATENT = {
 }
 GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1}
 CONFIGS: dict[str, Any] = {
+    "llama": lambda: tf.LlamaConfig(**SIZES),
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(**SIZES, **SPARSE, num_experts=4, head_dim=8),
     "mixtral": lambda: tf.MixtralConfig(**SIZES, num_local_experts=4),
     "deepseek-v3": lambda: tf.DeepseekV3Config(
@@ -357,9 +327,14 @@ def _check_experts(folder: Path, every: bool) -> tuple[float, dict[str, torch.Te
     return result.loss, {name: full(parameter).detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("every", [True, False], ids=["all-linear", "experts"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    ("family", "every", "ranks"),
+    [
+        *((family, True, 2) for family in CONFIGS),
+        *((family, False, 2) for family in CONFIGS if family != "llama"),
+        ("mixtral", False, 1),
+    ],
+)
 def test_they_train_and_export_as_in_plain_peft(family: str, every: bool, ranks: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]())
