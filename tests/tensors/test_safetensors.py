@@ -47,29 +47,22 @@ def _header_of(path: Path) -> st.Header:
         os.close(fd)
 
 
-def test_the_reference_implementation_reads_what_is_written(tmp_path: Path) -> None:
-    path, tensors = tmp_path / "a.safetensors", _tensors()
-    _write(path, tensors)
-    entries = _header_of(path).entries.values()
-    assert all(entry.start % entry.dtype.itemsize == 0 for entry in entries), "aligned"
-    loaded = load_file(path)
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
-        assert st.bytes_of(loaded[name]) == st.bytes_of(tensor), name
-    with safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_what_the_reference_implementation_writes_is_read(tmp_path: Path) -> None:
-    path, tensors = tmp_path / "a.safetensors", _tensors()
-    save_file(tensors, path, metadata={"format": "pt"})
-    header, data = _header_of(path), path.read_bytes()
-    assert header.metadata == {"format": "pt"}
-    for name, tensor in tensors.items():
-        entry = header.entries[name]
-        assert (entry.dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape))
-        assert data[entry.start : entry.end] == bytes(st.bytes_of(tensor)), name
+def test_files_are_those_of_the_reference_implementation(tmp_path: Path) -> None:
+    """What either writes is read by both."""
+    tensors, ours, theirs = _tensors(), tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    _write(ours, tensors)
+    save_file(tensors, theirs, metadata={"format": "pt"})
+    for path in (ours, theirs):
+        header, loaded, data = _header_of(path), load_file(path), path.read_bytes()
+        assert header.metadata == {"format": "pt"}
+        assert loaded.keys() == header.entries.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            entry, read = header.entries[name], loaded[name]
+            kind = (tensor.dtype, tuple(tensor.shape))
+            assert (entry.dtype, entry.shape) == kind == (read.dtype, tuple(read.shape)), name
+            assert data[entry.start : entry.end] == bytes(st.bytes_of(tensor)), name
+            assert st.bytes_of(read) == st.bytes_of(tensor), name
+            assert path == theirs or entry.start % entry.dtype.itemsize == 0, "aligned"
 
 
 def test_links_and_special_files_are_not_opened(tmp_path: Path) -> None:
