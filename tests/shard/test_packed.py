@@ -126,7 +126,7 @@ def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: 
 
 
 RANKS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {}), (4, {}), (4, {"dp_replicate": 2}), (3, {})]
-PLACES = {"llama": RANKS, "qwen3-moe": RANKS, "gpt-oss": RANKS[1::2], "deepseek-v3": RANKS[1::2]}
+PLACES = {"llama": RANKS, "qwen3-moe": RANKS, "gpt-oss": RANKS[1:4], "deepseek-v3": RANKS[1::2]}
 
 
 def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.Tensor]]) -> None:
