@@ -16,7 +16,6 @@ from fsdp_sft.commands import main
 from fsdp_sft.planner.estimate import budget_of
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.parameters import group_sizes
-from fsdp_sft.planner.speed import step_time
 from fsdp_sft.shard.packing import KINDS
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
@@ -27,8 +26,6 @@ from tests.planner.families import LLAMA_8B
 TARGETS = ["q_proj", "o_proj", "q_a_proj"]
 RANKS = 3
 JOB: dict[str, Any] = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 2048, "attention_mask": False}
-SIZES = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
-LLAMA_70B = tf.LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, **SIZES)
 
 
 def _gpt_oss_120b() -> Any:
@@ -84,18 +81,6 @@ def _packed(config: Any, run: fs.Run) -> list[Any]:
     """The matrices that a plan packs."""
     groups = build_skeleton(config, run).groups
     return [layout for group in groups for layout in group_sizes(group, run).packed]
-
-
-def test_seconds_have_the_bytes_of_gathers_and_the_values_in_them() -> None:
-    ways: list[dict[str, Any]] = [{}, {"frozen_dtype": "nf4"}]
-    ways.append({"frozen_dtype": "nf4", "reshard_after_forward": False})
-    runs = [fs.Run(**JOB, lora_rank=8, sac_ratio=1, gpu="h100", **way) for way in ways]
-    plain, packed, kept = (step_time(build_skeleton(LLAMA_70B, run), run) for run in runs)
-    assert packed.communication == pytest.approx(plain.communication * 4.25 / 16, rel=0.05)
-    # In each gather the values are computed, and their bytes are copied, fewer than those of a plain gather.
-    once = packed.compute - kept.compute
-    assert packed.compute > plain.compute + once
-    assert kept.compute > plain.compute
 
 
 def test_what_a_config_leaves_in_16_bits_is_not_packed() -> None:
