@@ -107,7 +107,6 @@ def test_what_plain_transformers_loads_is_loaded(
 # --- vision-language classes: what loads, trains on text and comes back, as plainly ------------------------
 
 RATE = 0.05
-FAST = ("LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 MAPPED = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 NAMES = sorted({name for name in MAPPED if isinstance(name, str) and not name.endswith("ForCausalLM")})
 
@@ -171,7 +170,11 @@ def _check_of_images(name: str, folder: Path, loss: float, expected: dict[str, t
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    "name",
+    [
+        *("LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES),
+    ],
 )
 @quiet()
 def test_a_class_trains_on_text_and_comes_back(name: str, tmp_path: Path) -> None:
