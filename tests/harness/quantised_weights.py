@@ -244,7 +244,7 @@ def nf4_as_bfloat16(rows: int, columns: int) -> Written:
 def _renamed(made: Written, settings: dict[str, Any], **names: str) -> Written:
     """The same values in another tool's format: other names for the same tensors."""
     tensors = {f".{names.get(end[1:], end[1:])}": tensor for end, tensor in made.tensors.items()}
-    return Written(tensors, made.values, settings)
+    return Written(tensors, made.values, dict(settings))
 
 
 def _fp4_of_deepseek(rows: int, columns: int) -> Written:
