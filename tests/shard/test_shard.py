@@ -184,12 +184,12 @@ def test_modules_kept_in_float32_are_honoured_or_named() -> None:
 
 
 def _check_refusals() -> None:
-    mesh, llama = mesh_here(), tiny_model("llama")
+    mesh, llama, broken = mesh_here(), tiny_model("llama"), tiny_model("llama")
     others = fs.find_blocks(tiny_model("llama"))
     sharded = fs.shard_model(tiny_model("llama"), mesh=mesh)
     for call, message in (
         (lambda: fs.shard_model(sharded, mesh=mesh), "is sharded already"),
-        (lambda: fs.shard_model(llama, mesh=mesh, reshard_after_forward=3), "factor of 4, not 3"),
+        (lambda: fs.shard_model(broken, mesh=mesh, reshard_after_forward=3), "factor of 4, not 3"),
         (lambda: fs.shard_model(nn.Linear(3, 3), mesh=mesh), "no block"),
         (
             lambda: fs.shard_model(llama, mesh=mesh, blocks=others),
