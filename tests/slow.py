@@ -53,20 +53,17 @@ BESIDE: dict[str, str] = {
     "tests/weights/test_account.py::test_copies_have_all_of_what_they_are_copies_of[4-": (
         "tests/weights/test_account.py::test_copies_have_all_of_what_they_are_copies_of[2-mesh_shape0]"
     ),
-    "tests/weights/test_ties.py::test_the_same_values_under_both_names[4-": (
-        "tests/weights/test_ties.py::test_the_same_values_under_both_names[2-mesh_shape0]"
+    "tests/weights/test_load.py::test_the_same_values_under_both_names[4-": (
+        "tests/weights/test_load.py::test_the_same_values_under_both_names[2-mesh_shape0]"
     ),
     "tests/dcp_io/test_checkpoint.py::test_other_meshes[4-": (
         "tests/dcp_io/test_checkpoint.py::test_other_meshes[2-save_mesh1-4-load_mesh1]"
     ),
-    "tests/dcp_io/test_dcp.py::test_torchs_reader_loads_a_step[4-": (
-        "tests/dcp_io/test_dcp.py::test_torchs_reader_loads_a_step[3-save_mesh2-1]"
+    "tests/dcp_io/test_checkpoint.py::test_torchs_reader_loads_a_step[4-": (
+        "tests/dcp_io/test_checkpoint.py::test_torchs_reader_loads_a_step[3-save_mesh2-1]"
     ),
     "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype1]": (
         "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype0]"
-    ),
-    "tests/optimizer/test_adamw.py::test_a_resume_on_another_number_of_ranks": (
-        "tests/dcp_io/test_optimizer_state.py::test_every_kind_of_optimizer_goes_on_as_it_was"
     ),
     **{
         f"tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[{case}]": (
@@ -85,12 +82,12 @@ BESIDE: dict[str, str] = {
         f"{_LAYOUTS}[{case}]": f"{_LAYOUTS}[chunk]"
         for case in ("chunk-columns", "concatenate-columns", "renamed")
     },
-    "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[1]": (
-        "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
+    "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[1]": (
+        "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
     ),
     # Compiled, where eager shows the same mistake.
-    "tests/sac/test_matrix.py::test_compiled_gradients_are_bit_equal[llama]": (
-        "tests/sac/test_matrix.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
+    "tests/sac/test_ops.py::test_compiled_gradients_are_bit_equal[llama]": (
+        "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
     ),
     "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[aot_eager]": (
         "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[None]"
@@ -123,9 +120,6 @@ BESIDE: dict[str, str] = {
         for moment in ("before data", "mid-data", "after data", "mid-prune")
     },
     f"{_FAULTS}test_kills_at_random_moments": f"{_KILL}[before rename]",
-    f"{_FAULTS}test_two_jobs_below_one_root": (
-        "tests/dcp_io/test_in_use.py::test_the_second_job_is_told_of_the_first"
-    ),
     f"{_WATCH}[save-3]": f"{_WATCH}[ahead-2]",
     **{
         f"tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[{case}]": (

@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_sft import check
 from fsdp_sft._ranks.init import DistributedContext
 from fsdp_sft.check import CheckedJob, Problem, _apart, host_name, shown
 from fsdp_sft.check.command import Done, lines_of, ordered, to_json
 from fsdp_sft.commands import main
+from fsdp_sft.jobs.watchdog import STALL_EXIT_CODE
+from tests.harness.forks import Program
+from tests.harness.launches import environment
 from tests.harness.models import tiny_config
 from tests.harness.ranks import run_distributed
 
@@ -79,20 +81,6 @@ def test_hosts_have_the_names_that_slurm_takes(node: str, says: str, monkeypatch
     monkeypatch.setattr(socket, "gethostname", lambda: "n7.cluster")
     monkeypatch.setenv("SLURMD_NODENAME", node)
     assert host_name() == says
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12", "535.183.01"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build", "570.86.10"),
-        ("", "not known"),
-    ],
-)
-def test_the_driver_is_read(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "version").write_text(f"{text}\nGCC version:  gcc (Debian)\n")
-    monkeypatch.setattr(check, "_DRIVER", tmp_path / "version")
-    assert check.versions(torch.device("cpu"))["driver"] == says
 
 
 @pytest.mark.parametrize(
@@ -190,3 +178,66 @@ def test_a_folder_that_is_not_there_on_a_rank(tmp_path: Path) -> None:
         assert problem["ranks"] == [1]
         assert "No such file or directory" in problem["text"]
         assert found["checks"]["parity"]["verdict"] == "-"
+
+
+# --- a rank that dies or hangs in a check is named, with the table of what was seen before -----------------
+
+SCRIPT = """
+import os, signal, sys, time
+from fsdp_sft.check import command
+from fsdp_sft.commands import main
+
+command._SILENCE = 4.0
+products = command.CHECKS["products"]
+
+def planted(job):
+    if os.environ["RANK"] == "1":
+        if sys.argv[1] == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "hangs":
+            time.sleep(600)
+    return products(job)
+
+command.CHECKS["products"] = planted
+sys.exit(main(["check", "--only", "environment", "products", "--json", sys.argv[2]]))
+"""
+
+
+def _play(folder: Path, what: str) -> tuple[int | None, str]:
+    """Exit code and words of the first of two ranks, of which the other dies or hangs in the products."""
+    script = folder / "planted.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, victim = (
+        Program(
+            script,
+            what,
+            str(folder / "check.json"),
+            environment=environment(RANK=str(rank), LOCAL_RANK=str(rank), **common),
+        )
+        for rank in range(2)
+    )
+    outcome = first.wait(60)
+    victim.wait(60 if what == "hangs" else 1)
+    return outcome
+
+
+def test_a_rank_that_dies_is_in_the_table(tmp_path: Path) -> None:
+    code, printed = _play(tmp_path, "dies")
+    assert code == 1, printed
+    flat = " ".join(printed.split())
+    table = flat[flat.index("fsdp-sft check: world size 2") :]
+    assert "FAIL all ranks: raised LostRankError: another rank has died" in table, printed
+    assert "ok environment" in table
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert (found["healthy"], found["stopped"]) == (False, "products")
+
+
+def test_the_watchdog_names_a_rank_that_hangs_in_a_check(tmp_path: Path) -> None:
+    code, printed = _play(tmp_path, "hangs")
+    assert code == STALL_EXIT_CODE, printed
+    assert "ok    environment" in printed
+    assert re.search("rank 1 .*outside of a collective in step 1, phase products", printed), printed

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft._process.codec import dumps
 from fsdp_sft.dcp_io import retention
-from tests.harness.device import device_here
+from tests.harness.device import device_here, mesh_here
+from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
     DDP,
@@ -217,18 +220,13 @@ def test_only_steps_of_this_run_are_pruned(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_nothing_is_deleted_unless_asked_for(async_: bool, tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    for step in range(5):
-        fs.save_checkpoint(tmp_path, step, model=model, metric=float(step), keep_best=1, async_=async_).wait()
-    assert [info.step for info in fs.find_checkpoints(tmp_path)] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("async_", [False, True])
-def test_what_is_deleted_is_said(async_: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_deleted_unless_asked_for_and_then_said(
+    async_: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = torch.nn.Linear(3, 2)
     for step in (1, 2, 10):
-        fs.save_checkpoint(tmp_path, step, model=model)
+        fs.save_checkpoint(tmp_path, step, model=model, metric=float(step), keep_best=1, async_=async_).wait()
+    assert [info.step for info in fs.find_checkpoints(tmp_path)] == [1, 2, 10], "nothing was asked for"
     with caplog.at_level(logging.WARNING, "fsdp_sft"):
         fs.save_checkpoint(tmp_path, 11, model=model, keep_last=4, async_=async_).wait()
         assert caplog.text == ""
@@ -237,3 +235,52 @@ def test_what_is_deleted_is_said(async_: bool, tmp_path: Path, caplog: pytest.Lo
     (record,) = caplog.records
     assert f"deleted step-1, step-2, step-10 from {tmp_path}" in record.getMessage()
     assert record.levelno == logging.WARNING  # Python prints it unless told otherwise
+
+
+# --- torch's own distributed checkpoint reads a step of ours, from its folder of shards --------------------
+
+
+def _job(seed: int, mesh: dict[str, int]) -> tuple[Any, torch.optim.Optimizer]:
+    model = tiny_model("mixtral", num_local_experts=3, seed=seed)  # uneven experts: other dimensions
+    fs.shard_model(model, mesh=mesh_here(**mesh))
+    return model, make_adamw(model)
+
+
+def _save_for_torch(root: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
+    fs.init_distributed()
+    model, optimizer = _job(0, mesh)
+    train(model, optimizer, 0, 2)
+    fs.save_checkpoint(root, 2, model=model, optimizer=optimizer, rank_state={"rows": torch.arange(3)})
+    state = everything(model, optimizer)
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _load_by_torch(root: str, mesh: dict[str, int], expected: dict[str, Any]) -> None:
+    fs.init_distributed()
+    model, optimizer = _job(7, mesh)
+    train(model, optimizer, 0, 1)  # so that there is state of other values
+    state: dict[str, Any] = {
+        "model": {name: p.detach() for name, p in model.named_parameters()},
+        "optimizer": {
+            f"{name}.{key}": value
+            for name, p in model.named_parameters()
+            for key, value in optimizer.state[p].items()
+        },
+    }
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(Path(root, "step-2", "shards"))))
+    found = {f"model/{name}": full(p.detach()) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name}/{key}": full(value) for key, value in optimizer.state[p].items()}
+    assert_same(found, {name: expected[name] for name in found})
+
+
+@pytest.mark.parametrize(
+    ("save_ranks", "save_mesh", "load_ranks"),
+    [(2, {}, 2), (4, {"dp_replicate": 2}, 2), (3, {}, 1), (1, {}, 2)],
+)
+def test_torchs_reader_loads_a_step(
+    save_ranks: int, save_mesh: dict[str, int], load_ranks: int, tmp_path: Path
+) -> None:
+    expected = run_distributed(_save_for_torch, save_ranks, str(tmp_path), save_mesh)[0]
+    assert len(expected) > 60
+    run_distributed(_load_by_torch, load_ranks, str(tmp_path), {}, expected)

@@ -179,18 +179,3 @@ def test_without_a_process_group(tmp_path: Path) -> None:
     fs.save_full_state_dict(model, tmp_path / "a.safetensors")
     fs.load_full_state_dict(other, tmp_path / "a.safetensors")
     assert torch.equal(other.weight, model.weight.float())
-
-
-def test_a_file_with_tied_nan_and_torch_set_to_map_files(tmp_path: Path) -> None:
-    model = _model(1, None)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[3] = torch.nan
-    from torch.utils.serialization import config
-
-    for suffix in SUFFIXES:
-        path = tmp_path / f"nan{suffix}"
-        torch.save(model.state_dict(), path) if suffix == ".pt" else fs.save_full_state_dict(model, path)
-        again = _model(2, None)
-        with config.patch({"load.mmap": True}):
-            fs.load_full_state_dict(again, path)
-        assert torch.equal(again.get_input_embeddings().weight[3].isnan(), torch.ones(32, dtype=torch.bool))

@@ -1,6 +1,5 @@
-"""State of any optimizer, and of several at once: exact, or refused where it does not fit."""
+"""State of any optimizer, and of several at once: exact, or refused where it would not come back."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 import fsdp_sft as fs
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import (
-    BATCHES,
     HSDP,
     assert_same,
     everything,
@@ -68,7 +66,7 @@ def _kinds(folder: str) -> None:
     for kind in KINDS:
         _round_trip(f"{folder}/{kind}", kind)
     model, fused = _made("fused")
-    fs.load_checkpoint(f"{folder}/adamw", model=model, optimizer=fused)
+    fs.load_checkpoint(f"{folder}/adamw", model=model, optimizer=[fused])  # alone and in a list it is one
     assert fused.param_groups[0]["fused"] is True, "how it is computed stays the optimizer's own"
 
 
@@ -121,18 +119,6 @@ def _pair(seed: int, mesh: dict[str, int] | None) -> tuple[Any, list[torch.optim
     return model, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
 
-def _train(model: Any, optimizers: list[Any], first: int, count: int) -> list[float]:
-    losses = []
-    for batch in BATCHES[first : first + count]:
-        loss = model(**{k: batch[k] for k in ("input_ids", "attention_mask", "labels")}).loss
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _everything(model: Any, optimizers: list[Any]) -> dict[str, Any]:
     return {
         f"{type(optimizer).__name__}/{name}": value
@@ -144,14 +130,14 @@ def _everything(model: Any, optimizers: list[Any]) -> dict[str, Any]:
 def _save_several(root: str) -> None:
     model, optimizers = _pair(1, {})
     fs.save_checkpoint(root, 1, model=model, optimizer=optimizers)  # neither has state
-    _train(model, optimizers[1:], 0, 1)  # one has none yet
+    train(model, optimizers[1:], 0, 1)  # one has none yet
     fs.save_checkpoint(root, 2, model=model, optimizer=optimizers, async_=True)
     half = _everything(model, optimizers)
-    _train(model, optimizers, 1, 1)
+    train(model, optimizers, 1, 1)
     optimizers[0].param_groups[0]["momentum"] = 0.9
     fs.save_checkpoint(root, 3, model=model, optimizer=tuple(optimizers))
     expected = {"half": half, "all": _everything(model, optimizers)}
-    losses = _train(model, optimizers, 2, 2)
+    losses = train(model, optimizers, 2, 2)
     if this_rank() == 0:
         torch.save(expected, f"{root}/expected")
     torch.distributed.barrier()
@@ -159,7 +145,7 @@ def _save_several(root: str) -> None:
     again, fresh = _pair(7, {})
     fs.load_checkpoint(f"{root}/step-3", model=again, optimizer=fresh)
     _refuse_several(f"{root}/step-3", again, fresh)
-    assert _train(again, fresh, 2, 2) == losses
+    assert train(again, fresh, 2, 2) == losses
     assert_same(_everything(again, fresh), _everything(model, optimizers))
 
 
@@ -201,17 +187,152 @@ def test_two_optimizers_at_any_number_of_ranks(tmp_path: Path) -> None:
     run_distributed(_load_several, 1, str(tmp_path), None)
 
 
-def test_one_optimizer_is_stored_alike_alone_and_in_a_list(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
+# --- what would not come back is refused when it is saved: state kept elsewhere, ranks with other tensors --
+
+
+class Amax(nn.Linear):
+    """Extra state, as fp8 layers have."""
+
+    def get_extra_state(self) -> Any:
+        return {"amax": 3.0}
+
+
+class Packed(nn.Module):
+    """A weight that is stored in another form, under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signs = torch.ones(6)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}packed"] = (self.signs > 0).to(torch.uint8)
+
+
+class Secretive(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}bias"] = self.bias
+
+
+def test_what_would_not_come_back_is_refused(tmp_path: Path) -> None:
+    for model, message in (
+        (nn.Sequential(Amax(2, 2)), r"0\._extra_state of Sequential is a dict, and a file holds plain"),
+        (Packed(), r"copies \(packed\)"),
+        (Secretive(2, 2), r"left out \(weight\)"),
+    ):
+        with pytest.raises(fs.UnstorableStateError, match=message):
+            fs.save_checkpoint(tmp_path / "steps", 1, model=model)
+        with pytest.raises(fs.UnstorableStateError, match=message):
+            fs.save_full_state_dict(model, tmp_path / "model.safetensors")
+    assert not (tmp_path / "steps").exists()
+    frozen = Secretive(2, 2).requires_grad_(False)
+    fs.save_checkpoint(tmp_path, 1, model=frozen)
+
+
+# --- optimizers ---
+
+
+class Merged(torch.optim.Optimizer):
+    """Two optimizers in one, whose state is gathered whenever it is asked for."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.optimizers, self.defaults = [first, second], {}
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return {parameter: state for one in self.optimizers for parameter, state in one.state.items()}
+
+
+class Proxy(torch.optim.Optimizer):
+    """As accelerate wraps one: its state is the other's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+
+
+class Counting(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "calls": 3}
+
+
+def _stepped(model: nn.Module) -> torch.optim.Optimizer:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    for step, given in ((1, optimizer), (2, [optimizer])):
-        fs.save_checkpoint(tmp_path, step, model=model, optimizer=given)
-        manifest = json.loads((tmp_path / f"step-{step}" / "MANIFEST.json").read_text())
-        assert set(manifest["optimizer"]) == {
-            f"{p}/{s}" for p in ("weight", "bias") for s in optimizer.state[model.bias]
-        }
-        fresh = torch.optim.AdamW(model.parameters())
-        fs.load_checkpoint(tmp_path, model=model, optimizer=[fresh] if step == 1 else fresh)
-        assert torch.equal(fresh.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    return optimizer
+
+
+def test_an_optimizer_whose_state_is_elsewhere_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    around: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    around.inner = _stepped(model)  # as sharpness-aware ones have one
+    orphan = _stepped(model)
+    orphan.state["lookahead"] = {"steps": 3}
+    cases = [
+        (Merged(_stepped(model), torch.optim.AdamW([model.bias])), "made anew"),
+        (around, r"another optimizer inside \(inner\)"),
+        (orphan, "'lookahead'"),
+        (Counting(model.parameters(), lr=0.1), r"more than state and param_groups \(calls\)"),
+    ]
+    for optimizer, message in cases:
+        with pytest.raises(fs.UnstorableStateError, match=message):
+            fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_proxy_is_as_good_as_what_it_stands_for(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    inner = _stepped(model)
+    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=Proxy(inner))
+    fresh = torch.optim.AdamW(model.parameters())
+    fs.load_checkpoint(tmp_path, model=model, optimizer=Proxy(fresh))
+    for parameter, state in inner.state.items():
+        assert_same(fresh.state[parameter], state)
+
+
+# --- ranks with other tensors, state that no file holds ---
+
+
+def _save_apart(root: str, difference: str) -> None:
+    fs.init_distributed()
+    last = torch.distributed.get_rank() == 1
+    model = nn.ModuleDict({"a": nn.Linear(4, 5 if last and difference == "shape" else 3)})
+    if last and difference == "name":
+        model["b"] = nn.Linear(2, 2)
+    if last and difference == "dtype":
+        model.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if not (last and difference == "state"):
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.step()
+    with pytest.raises(fs.CheckpointError, match=r"1 ranks \(1\) have tensors of other names, shapes"):
+        fs.save_checkpoint(root, 1, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("difference", ["shape", "name", "dtype", "state"])
+def test_they_are_named_and_nothing_is_left(difference: str, tmp_path: Path) -> None:
+    run_distributed(_save_apart, 3, str(tmp_path), difference)
+    assert not list(tmp_path.glob("*step*"))
+    assert not list(tmp_path.glob(".*step*"))
+
+
+def test_what_could_not_be_loaded_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"x/y": torch.zeros(2, 2)}
+    with pytest.raises(fs.UnstorableStateError, match="without a slash"):
+        fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+    state = {f"a tensor of its own {number}": torch.zeros(1) for number in range(3)}
+    fs.save_checkpoint(tmp_path, 1, model=model, rank_state=state)
+    monkeypatch.setattr("fsdp_sft._tensors.safetensors.MAX_HEADER_BYTES", 900)
+    with pytest.raises(fs.CheckpointError, match=r"rank 0 has \d+ tensors, whose names"):
+        fs.save_checkpoint(tmp_path, 2, model=model, rank_state=state)
+    assert [info.step for info in fs.find_checkpoints(tmp_path)] == [1]
+    assert not list(tmp_path.glob(".tmp*"))

@@ -9,28 +9,23 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import gather
 from fsdp_sft.export import hf, target
 from tests.harness.architectures import tiny_architecture
+from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
-from tests.harness.hf_folders import difference, plain
-from tests.harness.models import full, tiny_model
+from tests.harness.hf_folders import difference, plain, save_tiny, tensors_of
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.quantised_folders import mxfp4_folder
 from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same
 
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "mixtral", "gpt2", "gemma3", "t5", "bert"]
 HSDP = {"dp_replicate": 2}
 INDEX = "model.safetensors.index.json"
-
-
-def _read(folder: Path) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            assert file.metadata() == {"format": "pt"}
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return {name: (tensor.dtype, tensor) for name, tensor in found.items()}
 
 
 def _json(path: Path) -> Any:
@@ -38,7 +33,7 @@ def _json(path: Path) -> Any:
     return {key: value for key, value in raw.items() if key != "transformers_version"}
 
 
-# What transformers 4 reads, beside what `save_pretrained` writes: tests/export/test_readers.py.
+# What transformers 4 reads, beside what `save_pretrained` writes: tests/export/test_carried.py.
 FORMER = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "num_experts")
 
 
@@ -51,16 +46,12 @@ def _assert_same_folder(actual: Path, expected: Path) -> None:
                 found, wanted = _json(actual / name), _json(expected / name)
                 assert {**found, **wanted} == found, name
                 assert found.keys() - wanted.keys() <= set(FORMER), name
-    if split:
-        index = _json(actual / INDEX)
-        for file in actual.glob("*.safetensors"):
-            with safe_open(file, "pt") as opened:
-                assert {n for n, f in index["weight_map"].items() if f == file.name} == set(opened.keys())
-    got, wanted = _read(actual), _read(expected)
-    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
-    for name, (dtype, tensor) in wanted.items():
-        assert got[name][0] == dtype, name
-        assert torch.equal(got[name][1], tensor), name
+    index = _json(actual / INDEX)["weight_map"] if split else {}
+    for file in actual.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert not split or {n for n, f in index.items() if f == file.name} == set(opened.keys())
+    assert_same(tensors_of(actual), tensors_of(expected))
 
 
 def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None, families: list[str]) -> None:
@@ -85,8 +76,7 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
                 assert os.listdir(folder).count(f".tmp-{out.name}") == 0
                 _assert_same_folder(out, Path(f"{name}-expected"))
                 loaded = type(plain).from_pretrained(out, dtype=dtype)
-                for key, tensor in plain.state_dict().items():
-                    assert torch.equal(loaded.state_dict()[key], tensor), (family, key)
+                assert_same(loaded.state_dict(), plain.state_dict())
                 if family == "llama":
                     assert type(tf.AutoModelForCausalLM.from_pretrained(out)) is type(plain)
 
@@ -113,15 +103,13 @@ def _other_tensors(folder: str) -> None:
     fs.export_hf(model, f"{folder}/out")
     fs.export_hf(model, f"{folder}/own", dtype=None)
     if torch.distributed.get_rank() == 0:
-        found = _read(Path(folder, "out"))
-        assert found["model.steps"][1].item() == 12345678901
-        assert found["model.ratio"][1].shape == ()
-        assert found["model.ratio"][1].item() == 3.5
-        assert found["model.seen"][1].tolist() == [True, False, True]
+        found = tensors_of(Path(folder, "out"))
+        values = {"steps": 12345678901, "ratio": 3.5, "seen": [True, False, True]}
+        assert {name: found[f"model.{name}"].tolist() for name in values} == values
         assert "model.scratch" not in found
-        assert found["model.layers.0.input_layernorm.weight"][0] == torch.float32
-        assert found["model.layers.0.mlp.up_proj.weight"][0] == torch.bfloat16
-        assert {dtype for dtype, _ in _read(Path(folder, "own")).values()} >= {torch.float32, torch.int64}
+        dtypes = {"input_layernorm": torch.float32, "mlp.up_proj": torch.bfloat16}
+        assert {name: found[f"model.layers.0.{name}.weight"].dtype for name in dtypes} == dtypes
+        assert {t.dtype for t in tensors_of(Path(folder, "own")).values()} >= {torch.float32, torch.int64}
         assert json.loads(Path(folder, "own", "config.json").read_text())["dtype"] == "float32"
         assert json.loads(Path(folder, "out", "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -159,7 +147,7 @@ def _refusals(folder: str) -> None:
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))  # leaves the root gathered
     assert fs.export_hf(model, f"{folder}/empty", dtype=torch.float32) == Path(folder, "empty")
     torch.distributed.barrier()
-    for name, (_, tensor) in _read(Path(folder, "empty")).items():
+    for name, tensor in tensors_of(Path(folder, "empty")).items():
         assert torch.equal(before[name], tensor)
 
 
@@ -208,19 +196,8 @@ def test_a_class_of_its_own_kind(name: str, tmp_path: Path) -> None:
     tiny_architecture(name).to(torch.bfloat16).save_pretrained(tmp_path / name)
     model = plain(tmp_path / name, dtype=torch.bfloat16)
     fs.export_hf(model, tmp_path / "out")
-    got, wanted = _read(tmp_path / "out"), _read(tmp_path / name)
-    assert got.keys() == wanted.keys()
-    assert all(torch.equal(got[key][1], wanted[key][1]) for key in wanted)
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / name))
     assert difference(model, plain(tmp_path / "out", dtype=torch.bfloat16)) == []
-
-
-def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "disk")
-    model = tiny_model("gpt2")
-    fs.export_hf(model, tmp_path / "out")
-    assert (tmp_path / "out").is_symlink()
-    assert (tmp_path / "disk" / "model.safetensors").exists()
 
 
 def _others(folder: str) -> None:
@@ -254,3 +231,67 @@ def test_what_is_shared_without_a_word_in_the_config_is_written_for_each(share: 
     expected = model(input_ids=ids).logits
     again = AutoModelForCausalLM.from_pretrained(fs.export_hf(model, tmp_path / "out", dtype=torch.float32))
     assert torch.equal(again.eval()(input_ids=ids).logits, expected)
+
+
+# --- the tensors that are handed over, beside the files of an export ---------------------------------------
+
+HANDED = ("llama", "qwen2-tied", "mixtral", "gpt2")
+SHARED: dict[str, dict[str, Any]] = {
+    "hsdp": {"mesh": {"dp_replicate": 2}},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "shared experts": {"ep_size": 2},
+}
+
+
+def _same(model: Any, folder: Path, dtype: torch.dtype | None = torch.bfloat16) -> None:
+    fs.export_hf(model, folder, dtype=dtype)
+    found = {name: tensor.cpu() for name, tensor in fs.iter_hf_tensors(model, dtype=dtype)}
+    assert_same(found, tensors_of(folder))
+
+
+def _check_handed(folder: Path) -> None:
+    for family in HANDED:
+        model = tiny_model(family)
+        _same(model, folder / f"{family}-plain", None)
+        fs.shard_model(model, mesh=mesh_here())
+        _same(model, folder / family)
+        fs.evaluate(model, ragged_batches(1))
+        _same(model, folder / f"{family}-float32", torch.float32)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_they_are_those_of_an_export(ranks: int, tmp_path: Path) -> None:
+    run_distributed(_check_handed, ranks, tmp_path)
+
+
+def _check_shared(folder: Path, options: dict[str, Any]) -> None:
+    options = dict(options)
+    mesh = mesh_here(**options.pop("mesh", {}))
+    model: Any = composed(folder / "base", mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options)
+    _same(model, folder / "out")
+
+
+@pytest.mark.parametrize("how", SHARED)
+def test_on_other_meshes(how: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", "mixtral")
+    run_distributed(_check_shared, 4 if how == "hsdp" else 2, tmp_path, SHARED[how])
+
+
+def _check_adapters(folder: Path) -> None:
+    from peft import LoraConfig
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=experts, task_type="CAUSAL_LM")
+    model: Any = fs.load_pretrained(
+        folder / "base", mesh=mesh_here(), peft_config=lora, frozen_dtype="stored"
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    fs.train_step(model, ragged_batches(1), optimizer)
+    _same(model, folder / "out")
+    fs.train_step(model, ragged_batches(1), optimizer)
+
+
+def test_adapters_on_a_packed_base(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    mxfp4_folder(tmp_path / "base")
+    run_distributed(_check_adapters, 2, tmp_path)

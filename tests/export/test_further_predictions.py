@@ -11,10 +11,9 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft.export.settings import further_predictions
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain, rewrite, tensors_of
-from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.models import ragged_batches
 from tests.harness.quantised_folders import configure, quantise
 from tests.harness.ranks import run_distributed
 
@@ -157,20 +156,3 @@ def test_of_a_quantised_base_their_values(tmp_path: Path) -> None:
     base, out = _further(tmp_path / "values"), _further(_export(tmp_path))
     assert base.keys() == out.keys()
     assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in base.items())
-
-
-def test_nothing_is_said_of_a_model_that_never_had_any(tmp_path: Path) -> None:
-    tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path / "base")
-    model = fs.build_meta_model(tmp_path / "base", num_hidden_layers=2)
-    model.to_empty(device="cpu")
-    fs.load_weights(model, tmp_path / "base", unexpected="ignore")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fs.export_hf(model, tmp_path / "out")
-
-
-def test_a_tower_may_be_deeper_than_the_text() -> None:
-    config = tf.DeepseekV3Config(**LATENT, num_hidden_layers=2, num_nextn_predict_layers=1)
-    written = [f"model.layers.{n}.norm" for n in range(2)] + [f"vision.layers.{n}.norm" for n in range(5)]
-    assert further_predictions(config, written) == {}
-    assert config.num_nextn_predict_layers == 0

@@ -14,6 +14,7 @@ from torch import nn
 import fsdp_sft as fs
 from tests.harness.hf_folders import save_tiny, tensors_of
 from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.packs import assert_same
 from tests.harness.quantised_folders import fp8_experts_folder, fp8_folder, mxfp4_folder
 
 DEQUANTISED = {
@@ -38,30 +39,20 @@ def test_what_transformers_dequantised_is_exported_in_16_bits(kind: str, tmp_pat
         folder, dtype=torch.bfloat16, output_loading_info=True
     )
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, read.state_dict()[name]), name
+    assert_same(model.state_dict(), read.state_dict())
     assert fs.build_meta_model(folder).state_dict().keys() == model.state_dict().keys()
 
 
 class _Lora(nn.Module):
-    """Layers of one's own, as many scripts write them: around the weight, or beside it."""
+    """A layer of one's own, as many scripts write it, around the weight."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
         self.base = inner
-        self.down = nn.Linear(inner.in_features, 2, bias=False)
-        self.up = nn.Linear(2, inner.out_features, bias=False)
+        self.down, self.up = nn.Linear(inner.in_features, 2), nn.Linear(2, inner.out_features)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.base(hidden) + self.up(self.down(hidden))
-
-
-class _LoraBeside(nn.Linear):
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__(inner.in_features, inner.out_features, bias=False)
-        self.weight = inner.weight
-        self.lora_a = nn.Parameter(torch.randn(2, inner.in_features))
-        self.lora_b = nn.Parameter(torch.randn(inner.out_features, 2))
 
 
 def _around(model: Any) -> None:
@@ -71,7 +62,7 @@ def _around(model: Any) -> None:
 
 def _beside(model: Any) -> None:
     for layer in model.model.layers:
-        layer.self_attn.q_proj = _LoraBeside(layer.self_attn.q_proj)
+        layer.self_attn.q_proj.lora_a = nn.Parameter(torch.randn(2, 32))
 
 
 def _wider(model: Any) -> None:

@@ -163,15 +163,3 @@ def _meanwhile(folder: str) -> None:
 
 def test_ranks_go_to_one_place(tmp_path: Path) -> None:
     run_distributed(_meanwhile, 2, str(tmp_path))
-
-
-def test_an_adapter_likewise(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = fs.add_adapters(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    _busy(tmp_path / "out")
-    with pytest.warns(UserWarning, match="written to"):
-        assert fs.export_adapter(model, tmp_path / "out") == tmp_path / "out-2"
-    for _ in range(2):
-        assert fs.export_adapter(model, tmp_path / "out", overwrite=True) == tmp_path / "out"
-    assert sorted(os.listdir(tmp_path)) == ["out", "out-2"]
-    peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "out")

@@ -10,6 +10,7 @@ import resource
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import fsdp_sft as fs
 from fsdp_sft.dcp_io import saving
 from tests.faults.kills import make, tensors
 
-Attack = Callable[[Path], None]
+Attack = Callable[[Path], object]
 _FIRST = "shards/00000.safetensors"
 
 
@@ -95,37 +96,10 @@ def attacks(good: Path, marker: Path) -> Iterator[tuple[str, Attack]]:
     payloads = {"pickle": pickle.dumps(Marker(marker)), "torch.save": _torch_saved(marker)}
     for name in sorted(str(p.relative_to(good)) for p in good.rglob("*") if p.is_file()):
         for kind, payload in payloads.items():
-            yield f"{kind} as {name}", lambda s, n=name, p=payload: _replace(s, n, p)
-    for name in ("/etc/passwd", "../x.safetensors", "ab"):
-        yield f"a part in {name!r}", lambda s, n=name: sign(s, lambda r: r.update(files={n: r["files"][0]}))
-    yield "a file without a rank", lambda s: sign(s, lambda r: r["files"].append(r["files"][0]))
-    yield "a link out of the folder", _link
-    for claimed, length in (("2^63", 2**63 - 1), ("too many", 10**8 + 1), ("100 MB of", 10**8)):
-        yield (
-            f"a header of {claimed} bytes",
-            lambda s, n=length: _replace(s, _FIRST, struct.pack("<Q", n), 2 * 10**8),
-        )
-    yield (
-        "a header of 95 MB of lists",
-        lambda s: _replace(s, _FIRST, _header(b"[" + b"[]," * 31_000_000 + b"1]")),
-    )
-    yield "a header 100,000 deep", lambda s: _replace(s, _FIRST, _header(b"[" * 100_000))
-    yield "a tensor of 2^62 bytes", lambda s: _replace(s, _FIRST, _header(_entry([2**60, 4], 2**62)))
-    yield "a manifest 100,000 deep", lambda s: _raw(s, b"[" * 100_000)
-    yield "a manifest of 1 TB of nothing", lambda s: os.truncate(s / "MANIFEST.json", 1 << 40)
-    yield "a manifest of 125 MB of lists", lambda s: _raw(s, b"[" + b"[]," * 41_600_000 + b"1]")
-    yield "a number of 10 million digits", lambda s: _raw(s, b"[" + b"9" * 10_000_000 + b"]")
-    yield "a shape of a million sizes", lambda s: sign(s, _long_shape)
-    yield "a mesh of 2^60 ranks", lambda s: sign(s, lambda r: _sharding(r, 2**60))
-    yield "a mesh of 2^60 ranks, three times over", lambda s: sign(s, lambda r: _sharding(r, 2**60, 1, 1))
-    yield "a list of a million ranks", lambda s: sign(s, _million_ranks)
-    yield "a million files", lambda s: sign(s, lambda r: r.update(files=[[1, ""]] * 1_000_000))
-    yield "a train_state 100,000 deep", lambda s: sign(s, lambda r: r.update(train_state="[" * 100_000))
-    yield "settings that are none", lambda s: sign(s, lambda r: r.update(settings={"adapters": [[1]]}))
-    yield "a metric past any float", lambda s: sign(s, lambda r: r.update(metric=10**400))
-    yield "state 800 deep", _deep_state
-    yield "a generator's state of another length", _short_rng
-    yield "an option that cannot be decoded", lambda s: sign(s, _bad_option)
+            yield f"{kind} as {name}", partial(_replace, name=name, content=payload)
+    yield from FILES.items()
+    for what, change in SIGNED.items():
+        yield what, partial(sign, change=change)
 
 
 def sign(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -165,10 +139,6 @@ def _link(step: Path) -> None:
     (step / _FIRST).symlink_to("../../elsewhere")
 
 
-def _header(text: bytes) -> bytes:
-    return struct.pack("<Q", len(text)) + text
-
-
 def _entry(shape: list[int], size: int) -> bytes:
     return json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}).encode()
 
@@ -177,19 +147,10 @@ def _long_shape(raw: dict[str, Any]) -> None:
     next(iter(raw["model"].values()))[1] = [2**62] * 1_000_000
 
 
-def _sharding(raw: dict[str, Any], *mesh: int) -> None:
-    raw.update(world_size=2**60, shardings=[{"mesh": list(mesh), "splits": [[0, 0]]}])
-    for section in ("model", "optimizer"):
-        for row in raw[section].values():
-            row[2:] = [0]
-
-
-def _million_ranks(raw: dict[str, Any]) -> None:
-    raw.update(world_size=10**6)
-    raw["shardings"] = [{"mesh": [10**6], "splits": [[0, 0]], "ranks": list(range(10**6))[::-1]}]
-    for section in ("model", "optimizer"):
-        for row in raw[section].values():
-            row[2:] = [0]
+def _sharding(raw: dict[str, Any], *mesh: int, world_size: int = 2**60, **more: Any) -> None:
+    raw.update(world_size=world_size, shardings=[{"mesh": list(mesh), "splits": [[0, 0]], **more}])
+    for row in (*raw["model"].values(), *raw["optimizer"].values()):
+        row[2:] = [0]
 
 
 def _with_state(step: Path, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -215,3 +176,50 @@ def _short_rng(step: Path) -> None:
 
 def _bad_option(raw: dict[str, Any]) -> None:
     raw["optimizer_info"]["groups"][0]["options"]["lr"] = {"__fsdp_sft__": "eval", "items": []}
+
+
+def _claims(length: int) -> Attack:
+    """A header that says it has so many bytes."""
+    return partial(_replace, name=_FIRST, content=struct.pack("<Q", length), size=2 * 10**8)
+
+
+def _has(header: bytes) -> Attack:
+    """A file with a header alone."""
+    return partial(_replace, name=_FIRST, content=struct.pack("<Q", len(header)) + header)
+
+
+# What is done to files of a step.
+FILES: dict[str, Attack] = {
+    "a link out of the folder": _link,
+    "a header of 2^63 bytes": _claims(2**63 - 1),
+    "a header of too many bytes": _claims(10**8 + 1),
+    "a header of 100 MB of bytes": _claims(10**8),
+    "a header of 95 MB of lists": lambda s: _has(b"[" + b"[]," * 31_000_000 + b"1]")(s),
+    "a header 100,000 deep": _has(b"[" * 100_000),
+    "a tensor of 2^62 bytes": _has(_entry([2**60, 4], 2**62)),
+    "a manifest 100,000 deep": lambda s: _raw(s, b"[" * 100_000),
+    "a manifest of 1 TB of nothing": lambda s: os.truncate(s / "MANIFEST.json", 1 << 40),
+    "a manifest of 125 MB of lists": lambda s: _raw(s, b"[" + b"[]," * 41_600_000 + b"1]"),
+    "a number of 10 million digits": lambda s: _raw(s, b"[" + b"9" * 10_000_000 + b"]"),
+    "state 800 deep": _deep_state,
+    "a generator's state of another length": _short_rng,
+}
+# What is changed in a manifest, which is signed again.
+SIGNED: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{
+        f"a part in {name!r}": lambda r, n=name: r.update(files={n: r["files"][0]})
+        for name in ("/etc/passwd", "../x.safetensors", "ab")
+    },
+    "a file without a rank": lambda r: r["files"].append(r["files"][0]),
+    "a shape of a million sizes": _long_shape,
+    "a mesh of 2^60 ranks": lambda r: _sharding(r, 2**60),
+    "a mesh of 2^60 ranks, three times over": lambda r: _sharding(r, 2**60, 1, 1),
+    "a list of a million ranks": lambda r: _sharding(
+        r, 10**6, world_size=10**6, ranks=list(range(10**6))[::-1]
+    ),
+    "a million files": lambda r: r.update(files=[[1, ""]] * 1_000_000),
+    "a train_state 100,000 deep": lambda r: r.update(train_state="[" * 100_000),
+    "settings that are none": lambda r: r.update(settings={"adapters": [[1]]}),
+    "a metric past any float": lambda r: r.update(metric=10**400),
+    "an option that cannot be decoded": _bad_option,
+}

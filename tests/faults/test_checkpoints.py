@@ -19,14 +19,12 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from tests.faults import hostile, kills, mutated
-from tests.harness import forks
 from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything
 
 TIMES = int(os.environ.get("FAULTS", "1"))
 STOPPED_SECONDS = 4
-SAVES, KEPT = 6, 3
 WAYS = list(itertools.product((False, True), (False, True)))
 
 
@@ -127,49 +125,3 @@ def test_a_changed_file_is_refused_or_read_as_written(tmp_path: Path) -> None:
     assert {name for name, _ in results} == set(mutated.READERS)
     refused = sum(outcome == "refused" for _, outcome in results)
     assert refused > len(results) / 2, "the changes do no harm"
-
-
-def _save_in_turn(root: Path, first: int) -> None:
-    """A job that saves every other step, and notes those that are acknowledged."""
-    notes = (root / f"job-{first}").open("w", buffering=1)
-    while len(list(root.glob("job-*"))) < 2:
-        time.sleep(0.001)
-    for step in range(first, first + 2 * SAVES, 2):
-        model = torch.nn.Linear(64, 64)
-        torch.nn.init.constant_(model.weight, step)
-        try:
-            fs.save_checkpoint(root, step, model=model, keep_last=KEPT)
-        except fs.CheckpointInUseError:
-            notes.write("refused\n")
-            return
-        notes.write(f"{step}\n")
-    while "refused" not in (root / f"job-{1 - first}").read_text():
-        time.sleep(0.01)  # the one that is done first still has the root
-
-
-@pytest.mark.parametrize("number", range(3 * TIMES))
-def test_two_jobs_below_one_root(number: int, tmp_path: Path) -> None:
-    """The second is told at once, and the first loses nothing; every third pair ends by itself."""
-    jobs = [forks.process(_save_in_turn, tmp_path, first) for first in (0, 1)]
-    for job in jobs:
-        job.start()
-    killed = number % 3 > 0
-    if killed:
-        time.sleep(random.Random(number).uniform(0, 0.5))
-    for job in jobs:
-        job.kill() if killed else job.join(60)
-        job.join()
-    notes = [path.read_text().split() for path in sorted(tmp_path.glob("job-*"))]
-    assert killed or sorted("refused" in own for own in notes) == [False, True]
-    assert all(own in (["refused"], []) or "refused" not in own for own in notes)
-    for own in notes:
-        # A save that was complete before its job could say so prunes too.
-        for step in own[-KEPT + killed :] if "refused" not in own else ():
-            assert fs.verify_checkpoint(tmp_path / f"step-{step}") == []
-    acknowledged = [int(step) for own in notes for step in own if step != "refused"]
-    model = torch.nn.Linear(64, 64)
-    if acknowledged:
-        loaded = fs.load_checkpoint(tmp_path, model=model).step
-        assert max(acknowledged) <= loaded <= max(acknowledged) + 2 * killed
-        assert model.weight.unique().tolist() == [loaded]
-    fs.save_checkpoint(tmp_path, 4 * SAVES, model=model)  # what was killed is no hindrance

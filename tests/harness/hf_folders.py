@@ -52,12 +52,25 @@ def plain(folder: Path, *, dtype: torch.dtype = torch.float32, **kwargs: Any) ->
     return cls.from_pretrained(folder, dtype=dtype, **kwargs).train()
 
 
-def loaded(folder: Path, mesh_shape: dict[str, int] | None = None, **options: Any) -> Any:
-    """A model in float32 that is loaded into shards on a mesh of that shape, or as a whole."""
+def loaded(
+    folder: Path,
+    mesh_shape: dict[str, int] | None = None,
+    *,
+    shard: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A model in float32 that is loaded into shards on a mesh of that shape, or as a whole.
+
+    Args:
+        folder: Of the checkpoint.
+        mesh_shape: Of ``build_mesh``; None does not shard.
+        shard: Further options of ``shard_model``.
+        **options: Those of ``load_weights``, whose report is ``load_report`` of the model.
+    """
     model = fs.build_meta_model(folder)
     if mesh_shape is not None:
-        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=MixedPrecisionPolicy())
-    fs.load_weights(model, folder, **options)
+        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=MixedPrecisionPolicy(), **(shard or {}))
+    model.load_report = fs.load_weights(model, folder, **options)
     return model
 
 

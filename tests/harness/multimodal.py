@@ -74,7 +74,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def tiny(name: str) -> Any:
-    """A model of that family."""
+def tiny(name: str, **fields: Any) -> Any:
+    """A model of that family; fields of its config are replaced."""
     torch.manual_seed(0)
-    return tf.AutoModelForImageTextToText.from_config(CONFIGS[name]()).train()
+    config = CONFIGS[name]()
+    config.update(fields)
+    return tf.AutoModelForImageTextToText.from_config(config).train()

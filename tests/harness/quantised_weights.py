@@ -69,9 +69,9 @@ def fp8_block(
     down, across = block
     stored, q = _fp8(rows, columns)
     grid = (math.ceil(rows / down), math.ceil(columns / across))
-    if scales == "float32":
-        kept = _scales(*grid)
-        s = kept.tolist()
+    if scales in ("float32", "bfloat16"):
+        kept = _scales(*grid).to(getattr(torch, scales))
+        s = kept.float().tolist()
     else:
         exponents = torch.randint(110, 124, grid, dtype=torch.uint8)
         kept = exponents if scales == "uint8" else exponents.view(torch.float8_e8m0fnu)
@@ -79,27 +79,6 @@ def fp8_block(
     values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i // down][j // across]))
     settings = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}
     return Written({".weight": stored, ".weight_scale_inv": kept}, values, settings)
-
-
-def fp8_v4(rows: int, columns: int) -> Written:
-    """DeepSeek-V4: the same, with exponents under ``.scale``."""
-    made = fp8_block(rows, columns, scales="e8m0")
-    return Written(
-        {".weight": made.tensors[".weight"], ".scale": made.tensors[".weight_scale_inv"]},
-        made.values,
-        made.settings | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"},
-    )
-
-
-def fp4_v4(rows: int, columns: int) -> Written:
-    """Experts of DeepSeek-V4: two E2M1 in an int8, the low half first, exponents for 32 columns."""
-    made = mxfp4_compressed(rows, columns)
-    stored = made.tensors
-    tensors = {
-        ".weight": stored[".weight_packed"].view(torch.int8),
-        ".scale": stored[".weight_scale"].view(torch.float8_e8m0fnu),
-    }
-    return Written(tensors, made.values, fp8_v4(2, 2).settings)
 
 
 def fp8_tensor(rows: int, columns: int) -> Written:
@@ -120,54 +99,6 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
-
-
-def fp8_channel(rows: int, columns: int) -> Written:
-    """compressed-tensors, FP8_DYNAMIC: a scale for each row, here in bfloat16."""
-    stored, q = _fp8(rows, columns)
-    scale = _scales(rows, 1).bfloat16()
-    s = scale.float().tolist()
-    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i][0]))
-    settings = _compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
-    return Written({".weight": stored, ".weight_scale": scale}, values, settings)
-
-
-def fp8_block_compressed(rows: int, columns: int) -> Written:
-    """compressed-tensors, FP8_BLOCK."""
-    made = fp8_block(rows, columns)
-    settings = _compressed(
-        "float-quantized",
-        num_bits=8,
-        type="float",
-        symmetric=True,
-        strategy="block",
-        block_structure=[128, 128],
-    )
-    tensors = {".weight": made.tensors[".weight"], ".weight_scale": made.tensors[".weight_scale_inv"]}
-    return Written(tensors, made.values, settings)
-
-
-def mxfp8_compressed(rows: int, columns: int) -> Written:
-    """compressed-tensors, MXFP8: exponents for 32 columns."""
-    made = fp8_block(rows, columns, (1, 32), "uint8")
-    settings = _compressed(
-        "mxfp8-quantized", num_bits=8, type="float", symmetric=True, strategy="group", group_size=32
-    )
-    tensors = {".weight": made.tensors[".weight"], ".weight_scale": made.tensors[".weight_scale_inv"]}
-    return Written(tensors, made.values, settings)
-
-
-def fp8_modelopt(rows: int, columns: int) -> Written:
-    """ModelOpt, FP8: one scale, and one of the activations."""
-    made = fp8_tensor(rows, columns)
-    tensors = {
-        ".weight": made.tensors[".weight"],
-        ".weight_scale": made.tensors[".weight_scale_inv"],
-        ".input_scale": made.tensors[".activation_scale"],
-    }
-    return Written(
-        tensors, made.values, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
-    )
 
 
 def _fp4(rows: int, columns: int) -> tuple[torch.Tensor, list[list[float]]]:
@@ -310,17 +241,52 @@ def nf4_as_bfloat16(rows: int, columns: int) -> Written:
     return made
 
 
+def _renamed(made: Written, settings: dict[str, Any], **names: str) -> Written:
+    """The same values in another tool's format: other names for the same tensors."""
+    tensors = {f".{names.get(end[1:], end[1:])}": tensor for end, tensor in made.tensors.items()}
+    return Written(tensors, made.values, dict(settings))
+
+
+def _fp4_of_deepseek(rows: int, columns: int) -> Written:
+    """Experts of DeepSeek-V4: two E2M1 in an int8, the low half first, exponents for 32 columns."""
+    made = _renamed(
+        mxfp4_compressed(rows, columns), DEEPSEEK_V4, weight_packed="weight", weight_scale="scale"
+    )
+    made.tensors[".weight"] = made.tensors[".weight"].view(torch.int8)
+    made.tensors[".scale"] = made.tensors[".scale"].view(torch.float8_e8m0fnu)
+    return made
+
+
+DEEPSEEK_V4 = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+# compressed-tensors' own names: FP8_DYNAMIC has a scale for each row, FP8_BLOCK and MXFP8 for blocks.
+_CHANNEL = _compressed("float-quantized", **_FP8, strategy="channel")
+_BLOCK = _compressed("float-quantized", **_FP8, strategy="block", block_structure=[128, 128])
+_MXFP8 = _compressed("mxfp8-quantized", **_FP8, strategy="group", group_size=32)
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+_SCALE = {"weight_scale_inv": "weight_scale"}
+
 FORMATS: dict[str, Callable[[int, int], Written]] = {
     "fp8 block": fp8_block,
     "fp8 block, e8m0": lambda r, c: fp8_block(r, c, scales="e8m0"),
     "fp8 block, uint8": lambda r, c: fp8_block(r, c, (1, 32), "uint8"),
-    "fp8 of deepseek-v4": fp8_v4,
-    "fp4 of deepseek-v4": fp4_v4,
+    "fp8 of deepseek-v4": lambda r, c: _renamed(
+        fp8_block(r, c, scales="e8m0"), DEEPSEEK_V4, weight_scale_inv="scale"
+    ),
+    "fp4 of deepseek-v4": _fp4_of_deepseek,
     "fp8 per tensor": fp8_tensor,
-    "fp8 per channel": fp8_channel,
-    "fp8 block, compressed-tensors": fp8_block_compressed,
-    "mxfp8": mxfp8_compressed,
-    "fp8 of modelopt": fp8_modelopt,
+    "fp8 per channel": lambda r, c: _renamed(fp8_block(r, c, (1, c), "bfloat16"), _CHANNEL, **_SCALE),
+    "fp8 block, compressed-tensors": lambda r, c: _renamed(fp8_block(r, c), _BLOCK, **_SCALE),
+    "mxfp8": lambda r, c: _renamed(fp8_block(r, c, (1, 32), "uint8"), _MXFP8, **_SCALE),
+    "fp8 of modelopt": lambda r, c: _renamed(
+        fp8_tensor(r, c), _MODELOPT, **_SCALE, activation_scale="input_scale"
+    ),
     "mxfp4": mxfp4_compressed,
     "nvfp4": nvfp4,
     "nvfp4 of modelopt": lambda r, c: nvfp4(r, c, "modelopt"),

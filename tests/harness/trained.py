@@ -59,8 +59,9 @@ def make_adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, **options)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
-    losses = []
+def train(model: nn.Module, optimizer: Any, first: int, count: int) -> list[float]:
+    """Losses of some steps with an optimizer, or with several that have parts of the model."""
+    losses, optimizers = [], optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     for on_host in BATCHES[first : first + count]:
         batch = {key: value.to(device_here()) for key, value in on_host.items()}
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -76,8 +77,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count:
         for parameter in model.parameters():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter) * 0.1
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
         losses.append(loss.item())
     return losses
 

@@ -8,7 +8,7 @@ MISTAKES = [
         "export/hf.py",
         "_gathered(content, plan, merges, name, gathers)",
         "_gathered(content, plan, {}, name, gathers)",
-        ("tests/export/test_tensors.py",),
+        ("tests/export/test_export.py::test_adapters_on_a_packed_base",),
     ),
     Mistake(
         "a step begins without room on the disk",
@@ -106,14 +106,14 @@ MISTAKES = [
         "export/settings.py",
         "generation.eos_token_id = known if stop in ids else [stop, *ids]",
         "generation.eos_token_id = known",
-        ("tests/export/test_chat.py",),
+        ("tests/export/test_carried.py::test_the_trained_end_joins_those_that_are_there",),
     ),
     Mistake(
         "state that an optimizer makes anew is saved",
         "dcp_io/optimizers.py",
         "    if optimizer.state is not optimizer.state:\n",
         "    if False:\n",
-        ("tests/dcp_io/test_refused_saves.py",),
+        ("tests/dcp_io/test_optimizer_state.py::test_an_optimizer_whose_state_is_elsewhere_is_refused",),
     ),
     Mistake(
         "several optimizers are restored by their place in the list",
@@ -134,7 +134,7 @@ MISTAKES = [
         "dcp_io/checkpoint.py",
         "return folder != path and any(all_gather_objects(not folder.exists()))",
         "return False",
-        ("tests/dcp_io/test_pruned.py",),
+        ("tests/dcp_io/test_in_use.py::test_a_step_that_goes_is_no_damage",),
     ),
     Mistake(
         "gloo's two threads write to one string",
@@ -218,7 +218,7 @@ MISTAKES = [
         "dcp_io/folder.py",
         "if digest != digests[0]]",
         "if digest is None]",
-        ("tests/dcp_io/test_refused_saves.py",),
+        ("tests/dcp_io/test_optimizer_state.py::test_they_are_named_and_nothing_is_left",),
     ),
     Mistake(
         "a rank's file that is not listed is not missed",

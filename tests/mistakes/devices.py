@@ -76,14 +76,19 @@ MISTAKES: list[Mistake] = [
         "dcp_io/saving.py",
         "            torch.accelerator.synchronize(device)",
         "            pass",
-        ("tests/dcp_io/test_devices.py",),
+        ("tests/dcp_io/test_async.py::test_a_save_beside_training_takes_nothing_of_the_device",),
     ),
     Mistake(
         "buffers of a load in memory that is not pinned",
         "_process/streams.py",
         "        return torch.empty(shape, dtype=dtype, pin_memory=True)",
         "        return torch.empty(shape, dtype=dtype)",
-        (*LOAD, *DEVICES, *SYNCS, "tests/dcp_io/test_devices.py"),
+        (
+            *LOAD,
+            *DEVICES,
+            *SYNCS,
+            "tests/dcp_io/test_async.py::test_a_save_beside_training_takes_nothing_of_the_device",
+        ),
     ),
     Mistake(
         "batches copied from memory that is not pinned",

@@ -36,14 +36,14 @@ MISTAKES: list[Mistake] = [
         "step/checks.py",
         "            check_ids(model, batch)\n",
         "",
-        ("tests/model/test_vocabulary.py",),
+        ("tests/model/test_inputs.py::test_one_rank_with_an_id_too_many",),
     ),
     Mistake(
         "labels beyond the head reach the device",
         "step/checks.py",
         "                check_labels(model, batch, LABEL_KEYS, IGNORE_INDEX)\n",
         "                pass\n",
-        ("tests/model/test_vocabulary.py",),
+        ("tests/model/test_inputs.py::test_one_rank_with_an_id_too_many",),
     ),
     Mistake(
         "buffers of a copied module are left as the memory was",
@@ -66,21 +66,24 @@ MISTAKES: list[Mistake] = [
         "            bytes_read = _read_own(plan, tensors, readers, shards, kind)\n"
         "            for t in plan.duplicates:\n"
         "                do_reads(_reads(plan, t, tensors[t.name], compare=True))\n",
-        ("tests/weights/test_ties.py",),
+        ("tests/weights/test_load.py::test_the_same_values_under_both_names",),
     ),
     Mistake(
         "the second name of tied weights is not compared",
         "weights/fill.py",
         "            bytes_read += do_reads(itertools.chain(*again), workers=threads_that_read())\n",
         "            del again\n",
-        ("tests/weights/test_ties.py",),
+        (
+            "tests/weights/test_load.py::test_values_that_differ_where_no_sample_looks",
+            "tests/weights/test_load.py::test_a_second_name_that_is_converted_is_compared_too",
+        ),
     ),
     Mistake(
         "entries of a namespace are blocks",
         "_model/blocks.py",
         "if isinstance(module, nn.ModuleDict) and not _is_numbered(module):",
         "if False:",
-        ("tests/model/test_blocks.py::test_containers_that_are_never_called_are_no_blocks",),
+        ("tests/model/test_model.py::test_containers_that_are_never_called_are_no_blocks",),
     ),
     Mistake(
         "new rows are a mean of what this rank holds",
@@ -108,14 +111,16 @@ MISTAKES: list[Mistake] = [
         "weights/meta.py",
         'wanted = overrides.get("architectures", config.architectures)',
         "wanted = config.architectures",
-        ("tests/weights/test_classes.py",),
+        ("tests/weights/test_odd_folders.py::test_a_class_that_the_config_does_not_name",),
     ),
     Mistake(
         "processors shared out twice",
         "_tensors/reader.py",
         "    shared = ranks_on_host() if cpus == os.cpu_count() else 1\n",
         "    shared = ranks_on_host()\n",
-        ("tests/weights/test_reads.py",),
+        (
+            "tests/weights/test_devices.py::test_threads_are_those_of_the_processors_that_a_rank_has_to_itself",
+        ),
     ),
     Mistake(
         "a parameter kept in float32 drags along those of its block",
@@ -143,7 +148,7 @@ MISTAKES: list[Mistake] = [
         "shard/compile.py",
         'block.compile(**{"recompile_limit": _VARIANTS, **compile_kwargs})',
         "block.compile(**compile_kwargs)",
-        ("tests/shard/test_recompiles.py",),
+        ("tests/shard/test_shard.py::test_ragged_rows_and_evaluations_are_compiled_to_the_last",),
     ),
     Mistake(
         "operations of a group within a block taken for the block's",
@@ -157,13 +162,13 @@ MISTAKES: list[Mistake] = [
         "_tensors/reader.py",
         '            advise(self.descriptors[file], 0, 0, "POSIX_FADV_RANDOM")\n',
         "",
-        ("tests/weights/test_reads.py",),
+        ("tests/weights/test_devices.py::test_what_lies_beside_a_part_is_not_fetched",),
     ),
     Mistake(
         "weights that to_empty has untied stay two",
         "weights/plan.py",
         "        make_ties(base)\n",
         "",
-        ("tests/weights/test_ties.py::test_ties_that_to_empty_has_broken_are_made_again",),
+        ("tests/weights/test_load.py::test_ties_that_to_empty_has_broken_are_made_again",),
     ),
 ]

@@ -65,7 +65,7 @@ MISTAKES = [
         "check/parity.py",
         "_FEWEST if len(first) == len(kinds) else max(_FEWEST, max(first) + 1)",
         "_FEWEST",
-        ("tests/check/test_parity.py",),
+        ("tests/check/test_planted.py::test_a_layer_truncated_config",),
     ),
     Mistake(
         "on one rank weights are compared with themselves",
@@ -79,7 +79,7 @@ MISTAKES = [
         "check/parity.py",
         "<= max(_TIMES * off, least[place]):\n",
         "<= max(_TIMES, least[place]):\n",
-        ("tests/check/test_parity.py",),
+        ("tests/check/test_planted.py::test_rounding_is_what_one_process_has",),
     ),
     Mistake(
         "routers are random where two trainings are compared",
@@ -93,7 +93,7 @@ MISTAKES = [
         "check/command.py",
         "        suppress(_RankLostError),\n",
         "        suppress(ZeroDivisionError),\n",
-        ("tests/check/test_lost.py",),
+        ("tests/check/test_command.py::test_a_rank_that_dies_is_in_the_table",),
     ),
     Mistake(
         "a process's own count of meetings tells them apart",
@@ -114,7 +114,7 @@ MISTAKES = [
         "jobs/watchdog.py",
         '"torch/distributed/fsdp/", "fsdp_sft/_ranks/", ',
         '"torch/distributed/fsdp/", ',
-        ("tests/check/test_lost.py",),
+        ("tests/check/test_command.py::test_the_watchdog_names_a_rank_that_hangs_in_a_check",),
     ),
     Mistake(
         "a process that was stopped takes the others for silent",

@@ -138,7 +138,7 @@ MISTAKES: list[Mistake] = [
         "planner/kernels.py",
         "run.micro_batch_size, -(-run.seq_length // run.cp)",
         "run.micro_batch_size, run.seq_length // run.cp",
-        ("tests/planner/test_shared_rows.py::test_rows_that_ranks_do_not_divide_are_filled_up",),
+        ("tests/planner/test_search.py::test_rows_that_ranks_do_not_divide_are_filled_up",),
     ),
     Mistake(
         "positions of a part of a row begin at 0",

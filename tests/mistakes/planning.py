@@ -22,7 +22,7 @@ MISTAKES = [
         "planner/footprint.py",
         "return self.output + self.decisions if checkpointed",
         "return self.output if checkpointed",
-        ("tests/planner/test_experts.py::test_checkpointed_blocks_keep_what_their_routers_chose",),
+        ("tests/planner/test_planner.py::test_checkpointed_blocks_keep_what_their_routers_chose",),
     ),
     Mistake(
         "a single micro-batch is reduced twice",
@@ -36,7 +36,7 @@ MISTAKES = [
         "planner/estimate.py",
         "    if num_gpus > 1:  # buffers",
         "    if num_gpus < 0:  # buffers",
-        ("tests/planner/test_gpus.py::test_what_is_taken_is_named",),
+        ("tests/planner/test_search.py::test_what_is_taken_is_named",),
     ),
     Mistake(
         "every rank rounds by the same noise",
@@ -50,7 +50,7 @@ MISTAKES = [
         "optimizer/adamw.py",
         "noise.masked_fill_(values.abs() >= torch.finfo(torch.bfloat16).max, 0)",
         "values.abs()",
-        ("tests/optimizer/test_stochastic.py::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
+        ("tests/optimizer/test_adamw.py::test_what_is_not_finite_stays_so_and_what_is_finite_too",),
     ),
     Mistake(
         "parts of a breakdown below nothing",

@@ -8,7 +8,7 @@ MISTAKES: list[Mistake] = [
         "weights/meta.py",
         "    keys = {name: next(iter(s.values()))[0] for name, (c, s) in matched.items() if c is None}\n",
         "    keys = {name: name for name in stored}\n",
-        ("tests/weights/test_ties.py",),
+        ("tests/weights/test_load.py::test_names_that_the_checkpoint_has_otherwise",),
     ),
     Mistake(
         "the bare class that a config names is built",
@@ -50,7 +50,7 @@ MISTAKES: list[Mistake] = [
         "_model/adapters.py",
         "    for wrapper in layers:\n",
         "    for wrapper in layers[:1]:\n",
-        ("tests/model/test_expert_adapters.py",),
+        ("tests/model/test_adapters.py::test_they_train_and_export_as_in_plain_peft",),
     ),
     Mistake(
         "adapters that peft does not merge are found when the export writes them",
@@ -78,7 +78,7 @@ MISTAKES: list[Mistake] = [
         "_model/adapters.py",
         'for fqn in sorted(layers, key=lambda fqn: is_a(layers[fqn], "ParamWrapper", "peft")):',
         "for fqn in layers:",
-        ("tests/model/test_expert_adapters.py",),
+        ("tests/model/test_adapters.py::test_they_train_and_export_as_in_plain_peft",),
     ),
     Mistake(
         "a cache is filled where a forward does not name it",
@@ -99,7 +99,10 @@ MISTAKES: list[Mistake] = [
         "planner/model.py",
         "return {name: block for name, block in find_blocks(model).items() if not name.startswith(unused)}",
         "return find_blocks(model)",
-        ("tests/planner/test_multimodal.py",),
+        (
+            "tests/planner/test_planner.py::test_every_family_is_planned",
+            "tests/planner/test_planner.py::test_it_is_the_text_model_and_shards_of_the_tower",
+        ),
     ),
     Mistake(
         "a group that no forward has gathered ends a backward without a reduction",
@@ -120,6 +123,9 @@ MISTAKES: list[Mistake] = [
         "planner/parameters.py",
         "run.kept_dtype(is_tower=self.is_tower)",
         "run.kept_dtype()",
-        ("tests/planner/test_multimodal.py",),
+        (
+            "tests/planner/test_planner.py::test_every_family_is_planned",
+            "tests/planner/test_planner.py::test_it_is_the_text_model_and_shards_of_the_tower",
+        ),
     ),
 ]

@@ -55,13 +55,6 @@ def test_an_odd_field_is_an_error_about_the_folder(fields: dict[str, Any], tmp_p
     assert time.perf_counter() - started < 5
 
 
-@pytest.mark.parametrize("name", ["ten million layers", "a text for a number", "an unknown dtype"])
-def test_an_odd_field_on_the_command_line(name: str, tmp_path: Path) -> None:
-    folder = _with(save_tiny(tmp_path), "config.json", ODD[name])
-    with pytest.raises(fs.CheckpointFormatError, match="config of "):
-        config_of(folder)
-
-
 @pytest.mark.parametrize("text", ["[]", "{", '{"dtype": 7}', "\0"])
 def test_odd_settings_of_generation(text: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)

@@ -1,18 +1,22 @@
-"""Packs of vision-language models: caches that a forward does not name, and positions of several axes."""
+"""Inputs: packs of vision-language models, caches that a forward does not name, ids without a row."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
 from fsdp_sft._model.forward import no_cache
+from fsdp_sft._model.vocabulary import check_ids, rows_of as rows_known
 from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, batch_of, plain_gradients, rows_of
-from tests.harness.models import full, largest_error, tiny_model
+from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.multimodal import CONFIGS, tiny
 from tests.harness.ranks import run_distributed
 
@@ -71,7 +75,98 @@ def _check_step(family: str, cp: int) -> None:
     assert largest_error(moved, gradients) <= 2e-4
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "cp"), [*((f, 2) for f in CONFIGS), ("qwen3-vl", 1), ("llava", 1)])
 def test_packs_train_as_rows_alone(family: str, cp: int) -> None:
     run_distributed(_check_step, 2, family, cp)
+
+
+# --- ids without a row are refused on the host, on all ranks, before anything has changed ------------------
+
+RANKS = 2
+
+
+def _batch(key: str = "input_ids", value: int = VOCAB) -> dict[str, torch.Tensor]:
+    batch = {name: tensor.clone() for name, tensor in ragged_batches(1)[0].items()}
+    batch[key][0, 2] = value
+    return batch
+
+
+TOKENIZER: Any = SimpleNamespace(pad_token_id=0, is_fast=True)
+LAYERS: dict[str, type[nn.Module]] = {
+    "get_input_embeddings": nn.Embedding,
+    "get_output_embeddings": nn.Linear,
+}
+WRONG = [("input_ids", VOCAB), ("input_ids", -1), ("labels", VOCAB), ("labels", -1)]
+
+
+def _refused_on_all_ranks(kind: str) -> None:
+    model: Any = tiny_model("qwen2-tied")
+    if kind == "sharded":
+        fs.shard_model(model, mesh=mesh_here())
+    elif kind == "ddp":
+        model = DistributedDataParallel(model.to(device_here()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    rank = torch.distributed.get_rank()
+    for key, value in WRONG:
+        batch = _batch(key, value) if rank == 1 else ragged_batches(1)[0]
+        with pytest.raises(fs.BatchError, match=rf"{key} has {value} \(row 0, position 2\).*0 to 100"):
+            fs.train_step(model, [ragged_batches(1)[0], batch], optimizer)
+        with pytest.raises(fs.BatchError, match=f"{key} has {value}"):
+            fs.evaluate(model, [batch])
+    for old, new in zip(before, model.parameters(), strict=True):
+        same = old == new
+        assert bool((same.full_tensor() if hasattr(same, "full_tensor") else same).all())
+    assert not fs.train_step(model, [ragged_batches(1)[0]], optimizer).skipped
+
+
+@pytest.mark.parametrize("kind", ["sharded", "ddp"])
+def test_one_rank_with_an_id_too_many(kind: str) -> None:
+    run_distributed(_refused_on_all_ranks, RANKS, kind)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [3, 5]},
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    ],
+    ids=str,
+)
+def test_the_rows_are_seen_through_adapters(overrides: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    options = {"target_modules": ["q_proj"], **overrides}
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
+    assert [rows_known(model, *layer) for layer in LAYERS.items()] == [VOCAB, VOCAB]
+
+
+def test_of_models_from_elsewhere_nothing_is_known() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4))
+    assert [rows_known(model, *layer) for layer in LAYERS.items()] == [None, None]
+    check_ids(model, _batch())
+
+
+def test_a_loss_of_ones_own_has_labels_of_its_own() -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {
+        "loss_fn": lambda model, batch: model(batch["input_ids"]).logits.float().sum() * 1e-3,
+        "count_fn": lambda batch: 1,
+    }
+    fs.train_step(model, [_batch("labels", -1)], optimizer, **options)
+    with pytest.raises(fs.BatchError, match="input_ids has 101"):
+        fs.train_step(model, [_batch()], optimizer, **options)
+
+
+def test_ids_of_images_may_lie_beyond_the_rows() -> None:
+    """As PaliGemma and Gemma 3 have them: such ids are replaced before they are looked up."""
+    model = tiny_model("llama")
+    model.config.image_token_id = VOCAB + 3
+    check_ids(model, _batch(value=VOCAB + 3))
+    with pytest.raises(fs.BatchError):
+        check_ids(model, _batch(value=VOCAB + 2))
+    model.config.image_token_id, model.config.eos_token_id = None, VOCAB + 3
+    with pytest.raises(fs.BatchError):
+        check_ids(model, _batch(value=VOCAB + 3))

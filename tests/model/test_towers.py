@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._model.blocks import towers_of
 from tests.harness.device import mesh_here
-from tests.harness.hf_folders import plain
 from tests.harness.models import full, oracle_loss, ragged_batches, tiny_model
 from tests.harness.multimodal import CONFIGS, tiny
 from tests.harness.ranks import run_distributed
@@ -35,45 +33,6 @@ def test_they_are_what_text_gives_no_gradient(family: str) -> None:
 def test_models_of_text_have_none() -> None:
     for family in ("llama", "gpt2", "t5", "bert", "mixtral"):
         assert fs.freeze_towers(tiny_model(family)) == []
-
-
-def _train(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    model: Any = fs.load_pretrained(folder, mesh=mesh_here(), sac_ratio=1, mp_policy=MixedPrecisionPolicy())
-    towers = towers_of(model)
-    dtypes = {name: (p.requires_grad, p.dtype) for name, p in model.named_parameters()}
-    for name, (is_trained, dtype) in dtypes.items():
-        assert is_trained == (not name.startswith(tuple(towers))), name
-        assert dtype == torch.float32
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    losses = [
-        fs.train_step(model, BATCHES[rank::ranks], optimizer, max_grad_norm=None).loss for _ in range(2)
-    ]
-    fs.export_hf(model, folder.parent / "export", dtype=torch.float32)
-    return losses, {name: full(p).detach() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_text_trains_as_in_one_process(family: str, tmp_path: Path) -> None:
-    model = tiny(family)
-    model.save_pretrained(tmp_path / "base")
-    oracle = plain(tmp_path / "base")
-    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
-    expected = []
-    for _ in range(2):
-        loss = oracle_loss(oracle, BATCHES)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    losses, trained = run_distributed(_train, 2, tmp_path / "base")[0]
-    assert losses == pytest.approx(expected, rel=1e-5)
-    for name, parameter in oracle.named_parameters():
-        assert torch.allclose(trained[name], parameter, rtol=1e-4, atol=1e-6), name
-    again = plain(tmp_path / "export")
-    assert type(again) is type(oracle)
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, trained[name]), name
 
 
 def _by_default(folder: Path) -> None:
@@ -154,8 +113,9 @@ def _accumulate(folder: Path, freeze_towers: bool, pixels_in: int | None) -> Non
         assert torch.allclose(trained[name].float(), parameter.float(), rtol=2e-2, atol=2e-2), name
 
 
-@pytest.mark.parametrize("pixels_in", [None, 0, 1])
-@pytest.mark.parametrize("freeze_towers", [True, False])
+@pytest.mark.parametrize(
+    ("freeze_towers", "pixels_in"), [(True, None), (True, 1), (False, None), (False, 0), (False, 1)]
+)
 def test_towers_that_no_forward_has_gathered(
     freeze_towers: bool, pixels_in: int | None, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,16 @@ from fsdp_sft.commands import main
 from fsdp_sft.planner.estimate import budget_of
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.parameters import group_sizes
-from fsdp_sft.planner.speed import step_time
 from fsdp_sft.shard.packing import KINDS
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
-from tests.harness.quantised_folders import deepseek_folder, mxfp4_folder
+from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder
 from tests.harness.ranks import run_distributed
 from tests.planner.families import LLAMA_8B
 
 TARGETS = ["q_proj", "o_proj", "q_a_proj"]
 RANKS = 3
 JOB: dict[str, Any] = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 2048, "attention_mask": False}
-SIZES = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256}
-LLAMA_70B = tf.LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, **SIZES)
 
 
 def _gpt_oss_120b() -> Any:
@@ -87,39 +83,6 @@ def _packed(config: Any, run: fs.Run) -> list[Any]:
     return [layout for group in groups for layout in group_sizes(group, run).packed]
 
 
-def test_bits_of_a_parameter() -> None:
-    def held(kind: str | None) -> float:
-        run = fs.Run(**JOB, lora_rank=8, sac_ratio=1, frozen_dtype=kind)
-        return fs.estimate_memory(LLAMA_70B, run).breakdown["parameters (shards)"] * 8 * JOB["num_gpus"]
-
-    packed = _packed(LLAMA_70B, fs.Run(**JOB, lora_rank=8, frozen_dtype="nf4"))
-    linear = sum(math.prod(layout.shape) for layout in packed)
-    assert linear == 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
-    assert held(None) - held("nf4") == linear * (16 - 4.25)
-    assert held(None) - held("fp8") == linear * (16 - 8.25)
-
-
-def test_few_experts_on_many_ranks_are_planned() -> None:
-    config = tf.Qwen3MoeConfig(
-        hidden_size=256, moe_intermediate_size=128, num_experts=8, num_hidden_layers=2, vocab_size=512
-    )
-    run = {**JOB, "num_gpus": 64, "seq_length": 64, "lora_rank": 8, "frozen_dtype": "nf4"}
-    memory = fs.estimate_memory(config, fs.Run(**run))
-    assert sum(memory.breakdown.values()) == memory.peak_bytes > memory.breakdown["parameters (shards)"] > 0
-
-
-def test_seconds_have_the_bytes_of_gathers_and_the_values_in_them() -> None:
-    ways: list[dict[str, Any]] = [{}, {"frozen_dtype": "nf4"}]
-    ways.append({"frozen_dtype": "nf4", "reshard_after_forward": False})
-    runs = [fs.Run(**JOB, lora_rank=8, sac_ratio=1, gpu="h100", **way) for way in ways]
-    plain, packed, kept = (step_time(build_skeleton(LLAMA_70B, run), run) for run in runs)
-    assert packed.communication == pytest.approx(plain.communication * 4.25 / 16, rel=0.05)
-    # In each gather the values are computed, and their bytes are copied, fewer than those of a plain gather.
-    once = packed.compute - kept.compute
-    assert packed.compute > plain.compute + once
-    assert kept.compute > plain.compute
-
-
 def test_what_a_config_leaves_in_16_bits_is_not_packed() -> None:
     config = tf.LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     config.quantization_config = {"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}
@@ -174,3 +137,19 @@ def test_the_command_takes_and_names_it(tmp_path: Path, capsys: Any) -> None:
     assert "--frozen-dtype='nf4' is for frozen weights" in capsys.readouterr().err
     assert main([*words, "--lora", "16", "--json", "--frozen-dtype", "nf4"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["frozen_dtype"] == "nf4"
+
+
+# --- configs of quantised checkpoints: planned as what is loaded from them ---------------------------------
+
+RUN = fs.Run(num_gpus=2, micro_batch_size=1, seq_length=32)
+
+
+@pytest.mark.parametrize("write", [mxfp4_folder, deepseek_folder], ids=["gpt-oss", "deepseek-v3"])
+def test_memory_is_that_of_the_dequantised_model(write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    quantised = fs.estimate_memory(tmp_path, RUN)
+    configure(tmp_path, quantization_config=None)
+    plain = fs.estimate_memory(tmp_path, RUN)
+    assert quantised.peak_bytes == plain.peak_bytes
+    assert "is published quantised" in quantised.notes[0]
+    assert not any("quantised" in note for note in plain.notes)

@@ -15,12 +15,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_sft as fs
 from fsdp_sft import estimate_memory
+from fsdp_sft._model.blocks import towers_of
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, share_attention
 from fsdp_sft.loss.part import part_of
 from fsdp_sft.planner import model
 from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.replay import INPUTS, replay
 from fsdp_sft.planner.trace import trace
+from tests.harness.multimodal import CONFIGS, TEXT, tiny
 from tests.planner.families import LLAMA_8B, QWEN_14B, SMALL, TINY, qwen
 
 GIB = 1 << 30
@@ -397,3 +399,103 @@ def test_checkpointed_blocks_keep_the_masks_that_they_get() -> None:
     )
     assert phase == both_phase  # what is held of the masks differs between phases
     assert alone[INPUTS] <= both[INPUTS] - 256**2
+
+
+# --- vision-language models: what text uses, with towers that are only held --------------------------------
+
+RUN = fs.Run(num_gpus=2, micro_batch_size=2, seq_length=64)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_is_planned(family: str) -> None:
+    model, config = tiny(family), CONFIGS[family]()
+    skeleton = build_skeleton(config, RUN)
+    towers = {p for name in towers_of(model) for p in model.get_submodule(name).parameters()}
+    planned = [one for group in skeleton.towers for one in group.parameters]
+    assert sum(one.elements for one in planned) == sum(p.numel() for p in towers)
+    assert not any(one.trained for one in planned)
+    assert skeleton.parameters == sum(p.numel() for p in model.parameters())
+    assert len(skeleton.blocks) == config.get_text_config().num_hidden_layers
+    assert fs.estimate_memory(config, RUN).peak_bytes > 0
+
+
+def test_it_is_the_text_model_and_shards_of_the_tower() -> None:
+    whole = fs.estimate_memory(CONFIGS["llava"](), RUN)
+    text = fs.estimate_memory(tf.LlamaConfig(**TEXT), RUN)
+    skeleton = build_skeleton(CONFIGS["llava"](), RUN)
+    towers = sum(one.elements for group in skeleton.towers for one in group.parameters)
+    more = {name: size - text.breakdown.get(name, 0) for name, size in whole.breakdown.items()}
+    held = more.pop("parameters (shards)")
+    assert held == pytest.approx(towers * 2 / RUN.num_gpus, rel=0.05)
+    assert not any(more.values()), more
+
+
+# --- experts, beside what a real layer of them keeps -------------------------------------------------------
+
+TOKENS = 512
+EXPERTS_JOB: dict[str, Any] = {
+    "num_gpus": 2,
+    "micro_batch_size": 1,
+    "seq_length": TOKENS,
+    "attention_mask": False,
+}
+
+
+def _experts_config(**overrides: Any) -> Any:
+    fields = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 4096,
+        **overrides,
+    }
+    config = tf.Qwen3MoeConfig(**fields)
+    config._experts_implementation = "grouped_mm"
+    return config
+
+
+def test_checkpointed_blocks_keep_what_their_routers_chose() -> None:
+    each = TOKENS * (128 * 2 + 8 * 8)  # the input in bfloat16, and eight indices of a token
+    said = fs.estimate_memory(_experts_config(), fs.Run(**EXPERTS_JOB, sac_ratio=1))
+    assert said.activation_bytes == 4 * each
+    assert said.breakdown["activations of checkpointed blocks"] % each == 0
+    dense = fs.estimate_memory(
+        _experts_config(mlp_only_layers=[0, 1, 2, 3]), fs.Run(**EXPERTS_JOB, sac_ratio=1)
+    )
+    assert dense.activation_bytes == 4 * TOKENS * 128 * 2
+
+
+def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
+    run = {**EXPERTS_JOB, "num_gpus": 4, "sac_ratio": 1}
+    alone, shared = (
+        fs.estimate_memory(_experts_config(), fs.Run(**run, ep_size=n)).breakdown for n in (1, 4)
+    )
+    assert shared["parameters (shards)"] == alone["parameters (shards)"]
+    assert shared["gathered parameters"] < alone["gathered parameters"]
+    plans = fs.plan_run(
+        _experts_config(), num_gpus=4, seq_length=TOKENS, global_batch_size=8, gpu="h100", ep_size=4
+    )
+    assert all(plan.run.ep_size == 4 and plan.time.exchange > 0 for plan in plans)
+    assert "ep_size=4" in plans[0].code()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ep_size": 3}, "ep_size=3 does not divide the 16 experts"),
+        ({"ep_size": 4}, "dp_replicate x cp x ep_size must divide num_gpus"),
+        ({"ep_size": 2, "cp": 2}, "one of cp and ep_size has to be 1"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_out_are_named(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fs.estimate_memory(_experts_config(), fs.Run(**{**EXPERTS_JOB, "num_gpus": 6}, **options))
+    with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out experts"):
+        fs.estimate_memory(tf.LlamaConfig(num_hidden_layers=2), fs.Run(**EXPERTS_JOB, ep_size=2))

@@ -1,4 +1,4 @@
-"""Plans that are searched: they fit, the fastest first; and the command line that prints them."""
+"""Plans: they fit, the fastest first, on GPUs by name; the command line that prints them."""
 
 import random
 import re
@@ -10,17 +10,18 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
-from fsdp_sft import NoPlanError, estimate_memory, plan_run
+import fsdp_sft as fs
+from fsdp_sft import NoPlanError, Run, estimate_memory, plan_run
+from fsdp_sft._process.gpus import GIB, MIB, gpu_named
 from fsdp_sft.commands import main
 from fsdp_sft.planner.command import plan_table
-from tests.planner.families import QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
+from fsdp_sft.planner.estimate import budget_of
+from tests.planner.families import LLAMA_8B, QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
 
 MIXTURE = MixtralConfig(
     vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, num_local_experts=8,
 )  # fmt: skip
-
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -203,3 +204,94 @@ def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on(
     assert code.startswith(parts[0])
     assert all(part in code for part in parts)
     assert ("mp_policy" in code, "frozen_dtype" in code) == ("param_dtype" in options, "lora_rank" in options)
+
+
+# --- GPUs by name, and how much of their memory tensors can have -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("h100", 81559 / 1024),
+        ("H100 ", 81559 / 1024),
+        ("h100-96gb", 97871 / 1024),
+        ("a100", 80),
+        ("a100-40gb", 40),
+        ("4090", 24564 / 1024),
+        ("mine=48,362,864", 48),
+    ],
+)
+def test_sizes(name: str, gib: float) -> None:
+    assert gpu_named(name).memory_bytes == pytest.approx(gib * GIB, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("v100", "h100-", "h100-80gb", "", 5),
+        *("=48,1,1", "mine=", "mine=48", "mine=48,1", "mine=48,1,1,1", "mine=-1,1,1", "mine=nan,1,1"),
+        *("mine=48,1,1,lonk=3", "mine=48,1,1,link=0", "mine=48,inf,1", "mine=48,1,1,per_node=0.5"),
+        *("mine=48,1,1,per_node=2.5", "mine=1e-12,1,1"),
+    ],
+)
+def test_what_is_not_known_is_refused(name: str) -> None:
+    described = "a GPU is described as NAME=GiB,TFLOPs,GB/s"
+    with pytest.raises(ValueError, match=described if "=" in str(name) else "gpu must be one of gb200"):
+        gpu_named(name)
+
+
+def test_a_description() -> None:
+    mine = gpu_named("mine=48,362,864,link=100,per_node=4,network=25")
+    assert (mine.memory_bytes, mine.flops_per_second) == (48 * GIB, 362e12)
+    assert (mine.memory_bytes_per_second, mine.node_bytes_per_second) == (864e9, 100e9)
+    assert (mine.bytes_per_second, mine.gpus_per_node) == (25e9, 4)
+    notes = fs.estimate_memory(
+        LLAMA_8B, fs.Run(num_gpus=4, micro_batch_size=1, seq_length=512, gpu="mine=48,362,864")
+    ).notes
+    assert any("mine was never compared" in note for note in notes)
+
+
+def test_what_is_taken_is_named() -> None:
+    one, eight, many = (budget_of(gpu_named("h100"), count) for count in (1, 8, 64))
+    assert one.usable_bytes > eight.usable_bytes > many.usable_bytes > 0.93 * 81559 * MIB
+    assert [name for name, _ in one.taken] == ["driver", "CUDA context", "fragments"]
+    assert "NCCL" in str(eight)
+    assert eight.memory_bytes - eight.usable_bytes == sum(size for _, size in eight.taken)
+
+
+# --- plans in which ranks share rows -----------------------------------------------------------------------
+
+LONG = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 32768, "attention_mask": False}
+
+
+@pytest.mark.parametrize("options", [{}, {"sac_ratio": 1}, {"compile": True}, {"loss_impl": "logits"}])
+def test_more_ranks_to_a_row_never_need_more(options: dict[str, Any]) -> None:
+    found = {cp: estimate_memory(QWEN_14B, Run(**LONG, cp=cp, **options)) for cp in (1, 2, 4, 8)}
+    peaks = [estimate.peak_bytes for estimate in found.values()]
+    assert peaks == sorted(peaks, reverse=True)
+    # What is exchanged is kept by nobody: a rank keeps its part of what one process would, or a little more.
+    kept = [cp * estimate.activation_bytes / found[1].activation_bytes for cp, estimate in found.items()]
+    assert 0.95 < min(kept) <= max(kept) <= 1.01
+
+
+def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
+    options = {**LONG, "cp": 8, "attention_mask": True}
+    uneven, filled = (estimate_memory(QWEN_14B, Run(**{**options, "seq_length": n})) for n in (4089, 4096))
+    assert uneven.peak_bytes == filled.peak_bytes
+
+
+def test_a_row_that_does_not_fit_alone_is_shared() -> None:
+    options: dict[str, Any] = {"num_gpus": 8, "gpu_memory_bytes": 76 * 10**9, "seq_length": 131072}
+    options |= {"attention_mask": False, "compile": False}
+    with pytest.raises(NoPlanError, match=r"What would fit: --cp 8;"):
+        plan_run(QWEN_14B, **options, global_batch_size=8)
+    plans = plan_run(QWEN_14B, **options, global_batch_size=8, cp=4)
+    assert {(plan.run.cp, plan.run.micro_batch_size * plan.run.grad_accum_steps) for plan in plans} == {
+        (4, 4)
+    }
+    assert plans[0].time.exchange > 0
+    assert any("exchanges of 4 GPUs take" in text for text in plans[0].reasons)
+    with pytest.raises(ValueError, match=r"no multiple of 2 groups of 4 GPUs.*4 would be"):
+        plan_run(QWEN_14B, **options, global_batch_size=3, cp=4)
+    with pytest.raises(NoPlanError, match="nothing fits on 8"):
+        plan_run(QWEN_14B, **{**options, "seq_length": 1 << 20}, global_batch_size=8, cp=8)

@@ -127,27 +127,6 @@ def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
     assert difference(loaded(tmp_path / "stored"), plain(tmp_path / "published")) == []
 
 
-def test_the_report_counts_formats(folders: Path) -> None:
-    model = fs.build_meta_model(folders / "fp8 block" / "stored")
-    report = fs.load_weights(model, folders / "fp8 block" / "stored")
-    assert report.formats == {"fp8 128x128": 7, "bf16": 5}
-    assert report.checkpoint_bytes == report.bytes_read < 0.6 * 2 * sum(p.numel() for p in model.parameters())
-
-
-def test_a_stale_word_in_the_config(folders: Path, tmp_path: Path) -> None:
-    """Weights that are not packed are what they are, whatever the config says."""
-    quantised(tmp_path, fp8_block, **SIZES)
-    rewrite(
-        folder := tmp_path / "stored",
-        {n: t.bfloat16() for n, t in tensors_of(tmp_path / "published").items()},
-    )
-    model = fs.build_meta_model(folder)
-    report = fs.load_weights(model, folder)
-    assert set(report.formats) == {"bf16"}
-    configure(folder, quantization_config=None)
-    assert difference(model, plain(folder)) == []
-
-
 def test_a_file_of_its_own_says_it(folders: Path, tmp_path: Path) -> None:
     method = "fp8 of modelopt"
     folder = shutil.copytree(folders / method / "stored", tmp_path / "stored")
@@ -175,8 +154,7 @@ def test_a_family_loads_and_is_exported_in_16_bits(write: Any, tmp_path: Path) -
     run_distributed(_of_family, 2, tmp_path)
     exported = json.loads((tmp_path / "export" / "config.json").read_text())
     assert "quantization_config" not in exported
-    again = plain(tmp_path / "export", dtype=torch.bfloat16).state_dict()
-    for name, value in plain(tmp_path / "published", dtype=torch.bfloat16).state_dict().items():
-        assert torch.equal(again[name], value), name
+    exports = (plain(tmp_path / name, dtype=torch.bfloat16) for name in ("export", "published"))
+    assert difference(*exports) == []
     card = (tmp_path / "export" / "README.md").read_text()
     assert "bfloat16" in card

@@ -180,7 +180,7 @@ def test_one_scale_for_each_expert(shape: tuple[int, ...], tmp_path: Path) -> No
     assert torch.equal(read(source, whole((3, 24, 32)))[0], made.values)
 
 
-# --- what the formats' own packages packed and dequantised; make_golden.py writes the files ----------------
+# --- what the formats' own packages packed and dequantised; benchmarks/checks/golden.py ----------------
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.safetensors"))
 
@@ -197,14 +197,6 @@ def test_the_values_are_those_of_the_package(path: Path, tmp_path: Path) -> None
     # Integers with scales in bfloat16 are rounded to that by the package, once.
     assert torch.equal(out.to(values.dtype), values)
     assert values.dtype == torch.float32 or source.format.startswith(("int", "mxfp4"))
-
-
-def test_there_is_one_of_each_package() -> None:
-    packages = set()
-    for path in FILES:
-        with safe_open(path, "pt") as file:
-            packages.add(file.metadata()["package"].split()[0])
-    assert packages == {"bitsandbytes", "compressed-tensors", "nvidia-modelopt", "transformers"}
 
 
 # --- how rows are stored by the config alone, beside what there is in files --------------------------------

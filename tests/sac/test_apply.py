@@ -14,7 +14,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from tests.harness.losses import gradients_of
-from tests.harness.models import ragged_batches, tiny_config, tiny_model
+from tests.harness.models import ragged_batches, tiny_model
 
 
 def _taken(length: int, numerator: int, denominator: int) -> list[int]:
@@ -193,12 +193,6 @@ def test_caches_of_composite_models_are_off_too() -> None:
     assert not any(config.use_cache for config in configs.values())
     fs.remove_sac(model)
     assert [config.use_cache for config in configs.values()] == before
-    config = transformers.LlavaConfig(text_config=tiny_config("llama"))
-    assert config.text_config.use_cache
-    model = Plain()
-    model.config = config
-    fs.apply_sac(model, 1)
-    assert not config.text_config.use_cache
 
 
 def test_blocks_can_be_listed() -> None:

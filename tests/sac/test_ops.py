@@ -1,4 +1,4 @@
-"""Recomputing all but named submodules, and what checkpointing costs and saves, counted."""
+"""What is recomputed and what is kept, counted; and gradients that are the same, bit by bit."""
 
 import itertools
 from typing import Any
@@ -9,10 +9,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
+from tests.harness.architectures import inputs_for, tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.losses import gradients_of
 from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -108,21 +109,8 @@ def test_chosen_blocks_are_compiled_alone() -> None:
     assert [vars(block).get("_compiled_call_impl") is not None for block in model.model.layers] == [0, 0, 1]
 
 
-def test_the_last_call_of_a_kind_counts() -> None:
-    model = tiny_model("llama")
-    plain, _, _ = _step(model)
-    fs.apply_sac(model, save="self_attn")
-    fs.apply_sac(model, 1)
-    assert _step(model)[0] - plain == 6 * 3
-    fs.apply_sac(model, save="self_attn", blocks=[0])
-    assert _step(model)[0] - plain == 2
-    fs.remove_sac(model)
-    assert _step(model)[0] == plain
-    assert model.config.use_cache
-
-
-def _groups_within_blocks() -> None:
-    """Blocks of which a part is sharded by itself, before and after."""
+@on_ranks(2)
+def test_groups_within_blocks_are_refused_whenever_they_were_made() -> None:
     for sharded_first in (True, False):
         model: Any = tiny_model("llama").train()
         if not sharded_first:
@@ -136,10 +124,6 @@ def _groups_within_blocks() -> None:
             fs.apply_sac(model, save="o_proj", blocks=[0])
             model(**ragged_batches(2)[0]).loss.backward()
             assert model.model.layers[0].self_attn.o_proj.weight.grad is not None
-
-
-def test_groups_within_blocks_are_refused_whenever_they_were_made() -> None:
-    run_distributed(_groups_within_blocks, 2)
 
 
 # What checkpointing costs and saves.
@@ -183,3 +167,89 @@ def _check_collectives() -> None:
 
 def test_checkpointing_adds_no_collective() -> None:
     run_distributed(_check_collectives, 2)
+
+
+# --- gradients are those without it, bit by bit: families, ratios, ranks, orders, compile ------------------
+
+RATIOS = (0, "1/4", "1/3", "1/2", "2/3", 1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_dropout": 0.2},
+    "qwen3": {"attention_dropout": 0.2},
+    "gemma3": {"attention_dropout": 0.2},
+    "mixtral": {"attention_dropout": 0.2, "router_jitter_noise": 0.2},
+    "gpt2": {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2},
+    "t5": {"dropout_rate": 0.2},
+}
+# Submodules that are kept where the rest of their blocks is recomputed.
+KEPT: dict[str, Any] = {
+    "llama": "self_attn",
+    "gpt2": ["c_proj", "sdpa"],
+    "mixtral": ["self_attn", "mlp"],
+}
+HYBRIDS = ("BambaForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM", "FalconH1ForCausalLM")
+
+
+def _gradients_with(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    model(**inputs).loss.backward()
+    gradients = gradients_of(model)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    return gradients
+
+
+def _gradients_prepared(
+    family: str, way: dict[str, Any], order: str, backend: str | None
+) -> dict[str, torch.Tensor]:
+    """Gradients of one fresh model prepared in one order: of a letter each, sac, compile and shard."""
+    torch.compiler.reset()
+    model = tiny_model(family, **FAMILIES[family])
+    for step in order:
+        if step == "s":
+            fs.apply_sac(model, **way)
+        elif step == "f":
+            fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        elif backend is not None:
+            fs.compile_blocks(model, backend=backend)
+    return _gradients_with(model, {**ragged_batches(2)[0], "use_cache": False})
+
+
+def _check_matrix(
+    families: list[str], ratios: tuple[Any, ...], orders: list[str], backend: str | None
+) -> None:
+    for family, order in itertools.product(families, orders):
+        plain = _gradients_prepared(family, {}, order.replace("s", ""), backend)
+        ways = [{"ratio": ratio} for ratio in ratios]
+        if family in KEPT and backend is None:
+            ways.append({"save": KEPT[family]})
+        for way in ways:
+            gradients = _gradients_prepared(family, way, order, backend)
+            assert gradients.keys() == plain.keys()
+            different = [name for name in plain if not torch.equal(gradients[name], plain[name])]
+            assert not different, (family, way, order, backend)
+
+
+def test_eager_gradients_are_bit_equal_on_one_process_without_sharding() -> None:
+    _check_matrix(list(FAMILIES), RATIOS, ["s"], None)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_eager_gradients_are_bit_equal_when_sharded_in_both_orders(world_size: int) -> None:
+    run_distributed(_check_matrix, world_size, list(FAMILIES), RATIOS, ["sf", "fs"], None)
+
+
+# Each model is compiled anew in each order, which takes three seconds a model.
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_compiled_gradients_are_bit_equal(family: str) -> None:
+    run_distributed(_check_matrix, 2, [family], ("1/2",), ["scf", "cfs"], "aot_eager")
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrid_models_are_bit_equal_too(name: str) -> None:
+    model = tiny_architecture(name).train()
+    inputs = inputs_for(model)
+    expected = _gradients_with(model, inputs)
+    for ratio in ("1/2", 1):
+        assert fs.apply_sac(model, ratio)
+        gradients = _gradients_with(model, inputs)
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[key], expected[key]) for key in expected), ratio

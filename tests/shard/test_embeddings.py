@@ -170,12 +170,16 @@ class _UsesWeight(nn.Module):
 
 
 def test_what_may_be_used_without_a_call_stays_with_the_root() -> None:
-    assert own_vocabulary(_UsesWeight(), []) == (None, None)
-    model, tied = tiny_model("llama"), tiny_model("qwen2-tied")
+    model = tiny_model("llama")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    assert own_vocabulary(model, []) == (embedding, head)
-    assert own_vocabulary(model, [embedding]) == (None, head)
-    assert own_vocabulary(model, [], {id(head.weight)}) == (embedding, None)
-    assert own_vocabulary(tied, []) == (None, None)
+    cases: list[tuple[Any, Any]] = [
+        ((_UsesWeight(), []), (None, None)),
+        ((tiny_model("qwen2-tied"), []), (None, None)),
+        ((model, []), (embedding, head)),
+        ((model, [embedding]), (None, head)),
+        ((model, [], {id(head.weight)}), (embedding, None)),
+    ]
+    for arguments, expected in cases:
+        assert own_vocabulary(*arguments) == expected
     model.again = embedding
     assert own_vocabulary(model, []) == (None, head)

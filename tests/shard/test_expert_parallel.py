@@ -20,6 +20,7 @@ from tests.harness.device import mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
 from tests.harness.native import load_native, rows_of_rank, save_mixture
 from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same, everything
 
 # Each with 8 experts, so that 2 and 4 ranks have whole ones.
 EIGHT = {
@@ -39,6 +40,7 @@ FSDP = {"fsdp_size": 4}
 OURS2 = {"ours": 2, "fsdp_size": 4}
 OURS4 = {"ours": 4, "fsdp_size": 4}
 HYBRID = {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}
+FIRST, SECOND = range(2), range(2, 4)  # steps before a checkpoint and after it
 
 
 @pytest.fixture(scope="module", params=list(EIGHT))
@@ -146,78 +148,52 @@ def _window(step: int, options: dict[str, int] | None) -> list[Any]:
 
 
 def _train(model: Any, optimizer: Any, steps: range, options: dict[str, int] | None) -> list[float]:
-    losses = []
     fs.prepare_loss(model, router_loss="micro_batch")
-    for step in steps:
-        window = _window(step, options)
-        result = fs.train_step(model, window, optimizer)
-        losses.append(result.loss)
-    return losses
+    return [fs.train_step(model, _window(step, options), optimizer).loss for step in steps]
 
 
-def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint brings back, whole and on the host."""
-    found = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            found[f"{name}/{key}"] = full(value).clone()
-    return found
-
-
-def _save_half_way(
-    folder: str, root: str, steps: int, options: dict[str, int]
-) -> tuple[list[float], Any, Any]:
+def _save_half_way(folder: str, root: str, options: dict[str, int]) -> tuple[list[float], Any, Any]:
     model = _load(folder, options)
     fs.apply_sac(model, 1)
     optimizer = _optimizer(model)
-    losses = _train(model, optimizer, range(steps // 2), options)
-    fs.save_checkpoint(f"{root}/ckpt", steps // 2, model=model, optimizer=optimizer)
-    half = _tensors(model, optimizer)
-    losses += _train(model, optimizer, range(steps // 2, steps), options)
+    losses = _train(model, optimizer, FIRST, options)
+    fs.save_checkpoint(f"{root}/ckpt", FIRST.stop, model=model, optimizer=optimizer)
+    half = everything(model, optimizer)
+    losses += _train(model, optimizer, SECOND, options)
     fs.export_hf(model, f"{root}/hf", dtype=None)
-    return losses, half, _tensors(model, optimizer)
+    return losses, half, everything(model, optimizer)
 
 
-def _resume(
-    folder: str, root: str, steps: int, options: dict[str, int] | None
-) -> tuple[Any, list[float], Any]:
+def _resume(folder: str, root: str, options: dict[str, int] | None) -> tuple[Any, list[float], Any]:
     model = _load(folder, options)
     optimizer = _optimizer(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     fs.load_checkpoint(f"{root}/ckpt", model=model, optimizer=optimizer)
-    half = _tensors(model, optimizer)
-    losses = _train(model, optimizer, range(steps // 2, steps), options)
-    return half, losses, _tensors(model, optimizer)
+    half = everything(model, optimizer)
+    losses = _train(model, optimizer, SECOND, options)
+    return half, losses, everything(model, optimizer)
 
 
-def _close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    weights = {name for name in expected if "/" not in name}
-    return largest_error({n: found[n] for n in weights}, {n: expected[n] for n in weights}) <= 2e-4
+def _weights(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if name.startswith("model/")}
 
 
-@pytest.mark.parametrize(
-    ("steps", "others"), [(4, [OURS2]), pytest.param(20, [FSDP, EP4, OURS2], marks=pytest.mark.slow)]
-)
-def test_steps_resumed_otherwise_and_exported_are_those_of_one_process(
-    mixtral: str, tmp_path: Path, steps: int, others: list[dict[str, int]]
-) -> None:
-    """From experts over 2 ranks, twice, to FSDP alone, to experts over 4 ranks, and to one process."""
-    losses, half, last = run_distributed(_save_half_way, 4, mixtral, str(tmp_path), steps, EP2)[0]
+def test_steps_resumed_otherwise_and_exported_are_those_of_one_process(mixtral: str, tmp_path: Path) -> None:
+    """From experts over 2 ranks, twice, to FSDP alone, and to one process."""
+    losses, half, last = run_distributed(_save_half_way, 4, mixtral, str(tmp_path), EP2)[0]
     plain = load_native(mixtral, None)
     optimizer = _optimizer(plain)
-    expected = _train(plain, optimizer, range(steps), None)
+    expected = _train(plain, optimizer, range(SECOND.stop), None)
     assert losses == pytest.approx(expected, rel=2e-5)
-    assert losses[-1] < losses[0] or steps < 20
-    assert _close(last, _tensors(plain, optimizer))
-    continued = [run_distributed(_resume, 4, mixtral, str(tmp_path), steps, other)[0] for other in others]
-    continued.append(_resume(mixtral, str(tmp_path), steps, None))
+    assert largest_error(_weights(last), _weights(everything(plain, optimizer))) <= 2e-4
+    continued = [run_distributed(_resume, 4, mixtral, str(tmp_path), other)[0] for other in (FSDP, OURS2)]
+    continued.append(_resume(mixtral, str(tmp_path), None))
     for loaded, resumed, final in continued:
-        assert loaded.keys() == half.keys()
-        assert all(torch.equal(loaded[name], half[name]) for name in half)
-        assert resumed == pytest.approx(expected[steps // 2 :], rel=2e-5)
-        assert _close(final, last)
+        assert_same(loaded, half)
+        assert resumed == pytest.approx(expected[SECOND.start :], rel=2e-5)
+        assert largest_error(_weights(final), _weights(last)) <= 2e-4
     _check_export(tmp_path / "hf", Path(mixtral), last)
 
 
@@ -228,7 +204,7 @@ def _check_export(made: Path, original: Path, expected: dict[str, torch.Tensor])
     assert shapes[0] == shapes[1]
     assert "model.layers.0.block_sparse_moe.experts.7.w1.weight" in shapes[0]
     read = load_native(str(made), None)
-    assert all(torch.equal(p.detach(), expected[name]) for name, p in read.named_parameters())
+    assert all(torch.equal(p.detach(), expected[f"model/{name}"]) for name, p in read.named_parameters())
     assert json.loads((made / "config.json").read_text()).get("distributed_config") is None
 
 
@@ -255,30 +231,29 @@ def test_each_rank_reads_its_own_experts_and_every_byte_is_read_once(
 
 
 def _check_refused(mixtral: str, without: str, dense: str) -> None:
-    mesh = mesh_here()
-    for ep_size in (3, 0):
-        with pytest.raises(ValueError, match=r"use one of \[1, 2, 4\]"):
-            composed(mixtral, mesh=mesh, ep_size=ep_size)
-    for folder in (without, dense):
-        with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out the experts"):
-            composed(folder, mesh=mesh, ep_size=2)
-    with pytest.raises(ValueError, match="without cp"):
-        composed(mixtral, mesh=mesh_here(cp=2), ep_size=2)
+    mesh, half = mesh_here(), MixedPrecisionPolicy(param_dtype=torch.float16)
     copied = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"], task_type="CAUSAL_LM")
-    with pytest.raises(fs.UnsupportedModelError, match="cannot share out experts that peft"):
-        composed(mixtral, mesh=mesh, ep_size=2, peft_config=copied)
     adapted = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(fs.UnsupportedModelError, match="cannot share out experts that peft"):
-        composed(mixtral, mesh=mesh, ep_size=2, peft_config=adapted)
-    with pytest.raises(fs.UnsupportedModelError, match="group of its own"):
+    unsupported, twice = fs.UnsupportedModelError, "would divide gradients of experts by the ranks twice"
+    cases: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+        (mixtral, {"ep_size": 3}, ValueError, r"use one of \[1, 2, 4\]"),
+        (mixtral, {"ep_size": 0}, ValueError, r"use one of \[1, 2, 4\]"),
+        (without, {}, unsupported, "no plan by which ranks share out the experts"),
+        (dense, {}, unsupported, "no plan by which ranks share out the experts"),
+        (mixtral, {"mesh": mesh_here(cp=2)}, ValueError, "without cp"),
+        (mixtral, {"peft_config": copied}, unsupported, "cannot share out experts that peft"),
+        (mixtral, {"peft_config": adapted}, unsupported, "cannot share out experts that peft"),
+        (mixtral, {"ep_size": 4, "mp_policy": half}, ValueError, twice),
+        (mixtral, {"mesh": mesh_here(dp_replicate=2), "mp_policy": half}, ValueError, twice),
+    ]
+    for folder, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            composed(folder, **{"mesh": mesh, "ep_size": 2, **options})
+    with pytest.raises(unsupported, match="group of its own"):
         fs.apply_sac(composed(mixtral, mesh=mesh, ep_size=2), save="self_attn")
-    with pytest.raises(fs.UnsupportedModelError, match="that ranks share out by ep_size") as early:
+    with pytest.raises(unsupported, match="that ranks share out by ep_size") as early:
         composed(mixtral, mesh=mesh, ep_size=2, sac_ratio=1, sac={"save": "self_attn"})
     assert "load_weights" not in [entry.name for entry in early.traceback]
-    half = MixedPrecisionPolicy(param_dtype=torch.float16)
-    for shape, ep_size in (({}, 4), ({"dp_replicate": 2}, 2)):
-        with pytest.raises(ValueError, match="FSDP2 would divide gradients of experts by the ranks twice"):
-            composed(mixtral, mesh=mesh_here(**shape), ep_size=ep_size, mp_policy=half)
     with pytest.raises(ValueError, match="ep_size=2 needs a model on the meta device"):
         fs.shard_model(tiny_architecture("MixtralForCausalLM"), mesh=mesh, ep_size=2)
 

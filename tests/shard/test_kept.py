@@ -39,11 +39,10 @@ NOT_RUNNABLE = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step compares: why plain transformers cannot, what differs, whether gradients are bitwise."""
+    """How a step compares: why plain transformers cannot, or what differs."""
 
     not_runnable: str = ""
     problem: str = ""
-    bitwise: bool = False
 
 
 def _step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -75,7 +74,7 @@ def _check_one(folder: Path, mesh: Any, sac: bool) -> Outcome:
     if not torch.equal(found[0], expected[0]) or found[1].keys() != expected[1].keys():
         return Outcome(problem=f"loss {found[0].item()} instead of {expected[0].item()}")
     if all(torch.equal(found[1][name], expected[1][name]) for name in expected[1]):
-        return Outcome(bitwise=True)
+        return Outcome()
     # FSDP2's hooks change the order in which autograd adds the gradients of a tensor with several users.
     exact = _step(plain(folder))[1]
     errors = _distance(found[1], exact), _distance(expected[1], exact)
@@ -100,41 +99,29 @@ def _check_all(folder: Path, names: list[str], sac: bool) -> dict[str, Outcome]:
     return outcomes
 
 
-def _assert_all(
-    folder: Path, names: list[str], failed: dict[str, str], world_size: int, sac: bool = False
+SELECTION = [name for name in ALWAYS if hasattr(transformers, name)]  # transformers 5.17 lacks two
+EVERY = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "sac"),
+    [(SELECTION, 1, False), (SELECTION, 2, True), pytest.param(class_names(), 2, False, marks=EVERY)],
+    ids=["a selection", "recomputed", "every causal LM"],
+)
+@quiet()
+def test_they_train_as_plain_transformers_does(
+    names: list[str], ranks: int, sac: bool, tmp_path: Path
 ) -> None:
-    by_rank = run_distributed(_check_all, world_size, folder, names, sac, timeout=2400)
-    outcomes = by_rank[0]
-    failed |= {name: o.not_runnable for name, o in outcomes.items() if o.not_runnable}
-    ran = {name: o for name, o in outcomes.items() if not o.not_runnable}
-    wrong = {
-        name: [r[name].problem for r in by_rank] for name in ran if any(r[name].problem for r in by_rank)
-    }
-    noise = [name for name, o in ran.items() if not o.bitwise and name not in wrong]
-    print(
-        f"\n{world_size} ranks: {len(ran) - len(wrong)} of {len(ran)} equal; the loss bitwise, the gradients "
-        f"too but for {noise}; plain transformers cannot run {failed}"
-    )
-    assert wrong == {}
-    assert failed.keys() <= NOT_RUNNABLE.keys(), failed
-
-
-@pytest.mark.parametrize("sac", [False, True])
-@quiet()
-def test_a_selection_trains_as_plain_transformers_does(sac: bool, tmp_path: Path) -> None:
-    names = [name for name in ALWAYS if hasattr(transformers, name)]  # transformers 5.17 lacks two
+    failed = save_all(tmp_path, names)
+    names = [name for name in names if name not in failed]
     assert len(names) >= 4
-    for name in names:
-        tiny_architecture(name).to(torch.bfloat16).save_pretrained(tmp_path / name)
-    _assert_all(tmp_path, names, {}, 2 if sac else 1, sac)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@quiet()
-def test_every_causal_lm_trains_as_plain_transformers_does(tmp_path: Path) -> None:
-    failed = save_all(tmp_path, class_names())
-    _assert_all(tmp_path, [name for name in class_names() if name not in failed], failed, 2)
+    by_rank = run_distributed(_check_all, ranks, tmp_path, names, sac, timeout=2400)
+    failed |= {name: one.not_runnable for name, one in by_rank[0].items() if one.not_runnable}
+    assert failed.keys() <= NOT_RUNNABLE.keys(), failed
+    wrong = {
+        name: [r[name].problem for r in by_rank] for name in names if any(r[name].problem for r in by_rank)
+    }
+    assert wrong == {}
 
 
 def _logits_of_mambas() -> None:

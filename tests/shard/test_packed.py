@@ -16,10 +16,11 @@ import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.shard.packing import packed_weights
+from tests import plain as plainly
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, rewrite
-from tests.harness.models import TINY, full, oracle_loss, ragged_batches
+from tests.harness.models import TINY, full, oracle_gradients, oracle_loss, ragged_batches
 from tests.harness.packed_values import in_fp8, in_nf4, is_packed
 from tests.harness.quantised_folders import (
     configure,
@@ -77,6 +78,18 @@ def lora(family: str) -> Any:
     return peft.LoraConfig(target_modules="all-linear", **options)
 
 
+def loaded(folder: Path, kind: Any, family: str = "llama", *, mesh: Any = None, **options: Any) -> Any:
+    """A model with adapters on a frozen base that is kept so."""
+    common = {"mp_policy": FLOAT32, "peft_config": lora(family), "frozen_dtype": kind}
+    return composed(folder, mesh=mesh or mesh_here(), **common | options)
+
+
+def step_of(optimizer: torch.optim.Optimizer, model: Any, batches: list[Any]) -> float:
+    """The loss of a step of all batches, shared out among the ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return fs.train_step(model, batches[rank::ranks], optimizer).loss
+
+
 def train(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """(the loss, how the step of rate 1 moved what is trained)."""
     spread(model)
@@ -98,14 +111,13 @@ def held(model: Any) -> tuple[int, int]:
 
 
 def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: dict[str, Any]) -> Any:
-    common = {"mesh": mesh_here(**shape), "mp_policy": FLOAT32, "peft_config": lora(family), **options}
-    dense: Any = composed(folder / "values", frozen_dtype=torch.float32, **common)
+    mesh = mesh_here(**shape)
+    dense = loaded(folder / "values", torch.float32, family, mesh=mesh, **options)
     expected = train(dense)
-    model: Any = composed(folder / "base", frozen_dtype=kind, **common)
+    model = loaded(folder / "base", kind, family, mesh=mesh, **options)
     found = train(model)
     assert found[0] == expected[0]
-    for name, moved in expected[1].items():
-        assert torch.equal(found[1][name], moved), name
+    assert_same(found[1], expected[1])
     count, size = held(model)
     names = {name for name, p in model.named_parameters() if isinstance(local_of(p), PackedShard)}
     wanted = {name for name, p in dense.named_parameters() if is_packed(name, p)}
@@ -113,44 +125,43 @@ def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: 
     return found, size * 8 / count
 
 
-RANKS = [(1, {}), (2, {}), (4, {}), (4, {"dp_replicate": 2}), (3, {})]
+RANKS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {}), (4, {}), (4, {"dp_replicate": 2}), (3, {})]
+PLACES = {"llama": RANKS, "qwen3-moe": RANKS, "gpt-oss": RANKS[1:4], "deepseek-v3": RANKS[1::2]}
 
 
 def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.Tensor]]) -> None:
     oracle = peft.get_peft_model(plain(folder / "values"), lora(family)).train()
-    state = dict(oracle.named_parameters())
-    torch.manual_seed(0)
-    adapted = fs.add_adapters(plain(folder / "values"), lora(family))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            state[name].copy_(parameter)
+    oracle.load_state_dict(fs.add_adapters(plain(folder / "values"), lora(family)).state_dict())
     spread(oracle)
-    loss = oracle_loss(oracle, BATCHES)
-    loss.backward()
-    assert found[0] == pytest.approx(loss.item(), rel=1e-5)
+    loss, gradients = oracle_gradients(oracle, BATCHES)
+    assert found[0] == pytest.approx(loss, rel=1e-5)
     for name, moved in found[1].items():
-        gradient = state[name].grad
-        assert torch.allclose(
-            moved, torch.zeros_like(moved) if gradient is None else gradient, rtol=1e-3, atol=1e-6
-        ), name
+        gradient = gradients.get(name, torch.zeros_like(moved))
+        assert torch.allclose(moved, gradient, rtol=1e-3, atol=1e-6), name
 
 
-@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "4", "hsdp", "3"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_in_nf4(family: str, ranks: int, shape: dict[str, int], tmp_path: Path) -> None:
-    make(tmp_path, family, "nf4")
-    results = run_distributed(check, ranks, tmp_path, family, "nf4", shape, {})
-    found, bits = results[0]
-    assert bits < (6 if ranks < 3 else 9), "tiny rows are filled up to 8 bytes, and shards to equal parts"
+@pytest.mark.parametrize(
+    ("kind", "family", "ranks", "shape"),
+    [
+        *(
+            (kind, family, *place)
+            for kind in ("nf4", "stored")
+            for family in CONFIGS
+            for place in PLACES[family]
+        ),
+        *(("fp8", family, 2, {}) for family in ("llama", "qwen3-moe")),
+    ],
+)
+def test_steps_are_those_on_the_values(
+    kind: str, family: str, ranks: int, shape: dict[str, int], tmp_path: Path
+) -> None:
+    published(tmp_path, family) if kind == "stored" else make(tmp_path, family, kind)
+    found, bits = run_distributed(check, ranks, tmp_path, family, kind, shape, {})[0]
+    # Tiny rows are filled up to 8 bytes, and shards to equal parts.
+    least = {"nf4": 6 if ranks < 3 else 9, "stored": 8 if family == "gpt-oss" else 16, "fp8": 16}
+    assert bits < least[kind], "bits of a value"
     if ranks < 3:
         beside_plain(tmp_path, family, found)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
-def test_in_fp8(family: str, tmp_path: Path) -> None:
-    make(tmp_path, family, "fp8")
-    found, _ = run_distributed(check, 2, tmp_path, family, "fp8", {}, {})[0]
-    beside_plain(tmp_path, family, found)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -184,16 +195,6 @@ def published(folder: Path, family: str, block: int = 16, *, seed: int = 0) -> N
     quantise(folder / "base", folder / "values", block=block)
 
 
-@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "4", "hsdp", "3"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_as_stored(family: str, ranks: int, shape: dict[str, int], tmp_path: Path) -> None:
-    published(tmp_path, family)
-    found, bits = run_distributed(check, ranks, tmp_path, family, "stored", shape, {})[0]
-    assert bits < (8 if family == "gpt-oss" else 16)
-    if ranks < 3:
-        beside_plain(tmp_path, family, found)
-
-
 @pytest.mark.parametrize("form", ["nvfp4", "int4", "fp8 per channel"])
 def test_other_formats_as_stored(form: str, tmp_path: Path) -> None:
     sizes = {**SIZES, "intermediate_size": 128}
@@ -204,17 +205,6 @@ def test_other_formats_as_stored(form: str, tmp_path: Path) -> None:
     assert bits < 9
 
 
-def _few_experts(folder: Path) -> str:
-    return fs.describe_sharding(
-        composed(folder / "base", mesh=mesh_here(), frozen_dtype="stored", peft_config=lora("gpt-oss"))
-    )
-
-
-def test_ranks_that_have_no_expert(tmp_path: Path) -> None:
-    published(tmp_path, "gpt-oss")
-    assert "packed: 2 weights" in run_distributed(_few_experts, 4, tmp_path)[3]
-
-
 def test_as_stored_by_ranks_that_share_experts(tmp_path: Path) -> None:
     for family in ("gpt-oss", "deepseek-v3"):
         published(tmp_path / family, family)
@@ -223,44 +213,36 @@ def test_as_stored_by_ranks_that_share_experts(tmp_path: Path) -> None:
 
 def _resume(folder: Path, kind: str, root: str, begin: bool) -> Any:
     """Two steps in one go, or one that is saved, and the other on other ranks."""
-    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora("llama")}
-    model: Any = composed(folder / "base", frozen_dtype=kind, **common)
+    model = loaded(folder / "base", kind)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    losses = []
-    if not begin:
-        fs.load_checkpoint(folder / root, model=model, optimizer=optimizer)
-    for step in range(2):
-        if (step == 0) == begin:
-            window = ragged_batches(6, seed=step)[rank::ranks]
-            losses.append(fs.train_step(model, window, optimizer).loss)
     if begin:
+        loss = step_of(optimizer, model, ragged_batches(6, seed=0))
         fs.save_checkpoint(folder / root, 1, model=model, optimizer=optimizer)
         size = sum(path.stat().st_size for path in (folder / root).rglob("*.safetensors"))
-        packed = held(model)[0] * ranks
+        packed = held(model)[0] * dist.get_world_size()
         assert size < 40_000 + 4 * packed, "the step has no packed weights"
-        return losses
+        return loss
+    fs.load_checkpoint(folder / root, model=model, optimizer=optimizer)
+    loss = step_of(optimizer, model, ragged_batches(6, seed=1))
     fs.export_hf(model, folder / "merged", dtype=torch.float32)
     fs.export_adapter(model, folder / "adapter")
-    return losses
+    return loss
 
 
 @pytest.mark.parametrize("kind", ["nf4", "stored"])
 def test_a_step_names_its_base_and_exports_are_merged(kind: str, tmp_path: Path) -> None:
     make(tmp_path, "llama", "nf4") if kind == "nf4" else published(tmp_path, "llama")
-    losses = run_distributed(_resume, 2, tmp_path, kind, "steps", True)[0]
-    losses += run_distributed(_resume, 3, tmp_path, kind, "steps", False)[0]
-
+    losses = [
+        run_distributed(_resume, ranks, tmp_path, kind, "steps", begin)[0]
+        for ranks, begin in ((2, True), (3, False))
+    ]
     torch.manual_seed(0)
     oracle = fs.add_adapters(plain(tmp_path / "values"), lora("llama")).train()
     optimizer = torch.optim.AdamW([p for p in oracle.parameters() if p.requires_grad], lr=1e-2)
     for step, found in enumerate(losses):
         loss = oracle_loss(oracle, ragged_batches(6, seed=step))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert found == pytest.approx(loss.item(), rel=1e-5)
+        expected, _ = plainly.step(oracle, [loss], [optimizer], max_norm=1.0)
+        assert found == pytest.approx(expected, rel=1e-5)
     read = peft.PeftModel.from_pretrained(plain(tmp_path / "values"), tmp_path / "adapter")
     merged = read.merge_and_unload()
     assert_same(everything(plain(tmp_path / "merged")), everything(merged))
@@ -270,20 +252,17 @@ def test_a_step_names_its_base_and_exports_are_merged(kind: str, tmp_path: Path)
 
 def _check_other_values(folder: Path) -> None:
     """Bases of the same shapes: the one that was saved, one in other files, and one changed by hand."""
-    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora("llama"), "frozen_dtype": "nf4"}
-    model = composed(folder / "base", **common)
+    model = loaded(folder / "base", "nf4")
     fs.save_checkpoint(folder / "steps", 1, model=model)
-    other = composed(folder / "values", **common)
+    other = loaded(folder / "values", "nf4")
     assert fs.load_checkpoint(folder / "steps", model=other).step == 1, "packed again it holds the same"
     for kind, said in (
         ("fp8", "load that base with frozen_dtype="),
         (torch.float32, "packed as .*load that base"),
     ):
         with pytest.raises(fs.CheckpointMismatchError, match=said):
-            fs.load_checkpoint(
-                folder / "steps", model=composed(folder / "base", **common | {"frozen_dtype": kind})
-            )
-    other = composed(folder / "other", **common)
+            fs.load_checkpoint(folder / "steps", model=loaded(folder / "base", kind))
+    other = loaded(folder / "other", "nf4")
     with pytest.raises(fs.CheckpointMismatchError, match="this model has another"):
         fs.load_checkpoint(folder / "steps", model=other)
     model.load_state_dict(other.state_dict())
@@ -303,14 +282,13 @@ def test_a_step_is_not_resumed_on_another_base_of_the_same_shapes(ranks: int, tm
 
 def _with_base(folder: Path, family: str, kind: str, begin: bool) -> Any:
     """A step that has its base is written; then loaded into models of another base, or of none."""
-    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora(family), "frozen_dtype": kind}
     source = folder / ("one" if begin else "other") / "base"
-    model: Any = composed(source, **common)
+    model = loaded(source, kind, family)
     if begin:
         fs.save_checkpoint(folder / "steps", 1, model=model, include_base=True, async_=True).wait()
         return fs.evaluate(model, BATCHES).loss
     with pytest.raises(fs.CheckpointMismatchError, match="has its base packed as"):
-        fs.load_checkpoint(folder / "steps", model=composed(source, **common | {"frozen_dtype": None}))
+        fs.load_checkpoint(folder / "steps", model=loaded(source, None, family))
     losses = [fs.evaluate(model, BATCHES).loss]
     fs.load_checkpoint(folder / "steps", model=model)
     losses.append(fs.evaluate(model, BATCHES).loss)
@@ -329,10 +307,8 @@ def _with_base(folder: Path, family: str, kind: str, begin: bool) -> Any:
 @pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt-oss", "stored"), ("qwen3-moe", "nf4")])
 def test_a_step_with_its_base(family: str, kind: str, tmp_path: Path) -> None:
     for seed, name in enumerate(("one", "other")):
-        if kind == "stored":
-            published(tmp_path / name, family, seed=seed)
-        else:
-            make(tmp_path / name, family, kind, seed=seed)
+        folder = tmp_path / name
+        published(folder, family, seed=seed) if kind == "stored" else make(folder, family, kind, seed=seed)
     expected = run_distributed(_with_base, 2, tmp_path, family, kind, True)[0]
     other, found = run_distributed(_with_base, 3, tmp_path, family, kind, False)[0]
     assert found == pytest.approx(expected, rel=1e-6)
@@ -341,17 +317,15 @@ def test_a_step_with_its_base(family: str, kind: str, tmp_path: Path) -> None:
 
 def _check_again(folder: Path) -> None:
     """Other files of a format are read into a model that has run; files in 16 bits are refused."""
-    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora("llama")}
-    model: Any = composed(folder / "one" / "base", frozen_dtype="stored", **common)
+    model = loaded(folder / "one" / "base", "stored")
     first = fs.evaluate(model, BATCHES).loss
     fs.load_weights(model, folder / "other" / "base")
-    other = composed(folder / "other" / "base", frozen_dtype="stored", **common)
+    other = loaded(folder / "other" / "base", "stored")
     assert fs.evaluate(model, BATCHES).loss == fs.evaluate(other, BATCHES).loss != first
     assert train(model)[0] == train(other)[0]
     with pytest.raises(fs.CheckpointMismatchError, match="build the model anew"):
         fs.load_weights(model, folder / "one" / "values")
-    plainly = composed(folder / "one" / "values", frozen_dtype=torch.float32, **common)
-    fs.save_checkpoint(folder / "steps", 1, model=plainly)
+    fs.save_checkpoint(folder / "steps", 1, model=loaded(folder / "one" / "values", torch.float32))
     with pytest.raises(fs.CheckpointMismatchError, match="none of them packed"):
         fs.load_checkpoint(folder / "steps", model=model)
 
@@ -365,19 +339,19 @@ def test_weights_are_read_again_after_a_forward(ranks: int, tmp_path: Path) -> N
 
 def _check_refused(folder: Path) -> None:
     mesh = mesh_here()
-    with pytest.raises(ValueError, match="no matrix in a block is frozen"):
-        fs.load_pretrained(folder, mesh=mesh, frozen_dtype="nf4")
-    with pytest.raises(ValueError, match="'stored', 'nf4', 'fp8'"):
-        fs.load_pretrained(folder, mesh=mesh, frozen_dtype="int4", peft_config=lora("llama"))
-    with pytest.raises(ValueError, match="this model was not built from one"):
-        fs.load_pretrained(folder, mesh=mesh, frozen_dtype="stored", peft_config=lora("llama"))
-    with pytest.raises(ValueError, match="take True or False"):
-        composed(folder, mesh=mesh, peft_config=lora("llama"), frozen_dtype="nf4", reshard_after_forward=2)
+    for kind, options, said in (
+        ("nf4", {"peft_config": None}, "no matrix in a block is frozen"),
+        ("int4", {}, "'stored', 'nf4', 'fp8'"),
+        ("stored", {}, "this model was not built from one"),
+        ("nf4", {"reshard_after_forward": 2}, "take True or False"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            loaded(folder, kind, mesh=mesh, **options)
     model = fs.add_adapters(plain(folder), lora("llama"))
     fs.shard_model(model, mesh=mesh, frozen_dtype="nf4")
     held(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    assert fs.train_step(model, BATCHES[dist.get_rank() :: dist.get_world_size()], optimizer).loss > 0
+    assert step_of(optimizer, model, BATCHES) > 0
     fs.save_full_state_dict(model, folder / "full.safetensors")
     with pytest.raises(fs.CheckpointMismatchError, match="whose frozen weights are packed"):
         fs.load_full_state_dict(model, folder / "full.safetensors")

@@ -2,12 +2,14 @@
 
 import copy
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -21,15 +23,11 @@ from tests.harness.ranks import run_distributed
 FLOAT32 = MixedPrecisionPolicy()
 
 
-def _mesh(**shape: int) -> Any:
-    return mesh_here(**shape)
-
-
 def _check_masters() -> None:
     for family in ("llama", "qwen2-tied", "gpt2"):
         plain = tiny_model(family, dtype=torch.bfloat16)
         buffers = {name: b.clone() for name, b in plain.named_buffers()}
-        model = fs.shard_model(copy.deepcopy(plain), mesh=_mesh())
+        model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here())
         assert isinstance(model, FSDPModule)
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert isinstance(p, DTensor)
@@ -60,7 +58,7 @@ def _check_frozen() -> None:
         model = tiny_model("llama", dtype=torch.bfloat16)
         model.model.embed_tokens.requires_grad_(False)
         model.model.layers[0].requires_grad_(False)
-        fs.shard_model(model, mesh=_mesh(), frozen_dtype=frozen_dtype)
+        fs.shard_model(model, mesh=mesh_here(), frozen_dtype=frozen_dtype)
         for p in model.parameters():
             assert p.dtype == (torch.float32 if p.requires_grad else expected)
         result = fs.train_step(model, ragged_batches(2)[:1], torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -86,7 +84,7 @@ def _check_own_losses() -> None:
         for ratio in (0, "1/3"):
             model = copy.deepcopy(plain)
             fs.apply_sac(model, ratio)
-            fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, master_dtype=torch.float64)
+            fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, master_dtype=torch.float64)
             # The same batch on every rank: the average over ranks is the single process's gradient.
             assert largest_error(_own_loss_gradients(model, batch), expected) < 1e-10
         if family == "t5":
@@ -134,7 +132,7 @@ def _check_tied_across_blocks() -> None:
     reference = copy.deepcopy(plain)
     reference(ids).square().sum().backward()
     expected = {name: p.grad for name, p in reference.named_parameters()}
-    model = fs.shard_model(plain, mesh=_mesh(), mp_policy=FLOAT32, master_dtype=torch.float64)
+    model = fs.shard_model(plain, mesh=mesh_here(), mp_policy=FLOAT32, master_dtype=torch.float64)
     for _ in range(2):
         model.zero_grad()
         model(ids).square().sum().backward()
@@ -161,7 +159,7 @@ def _check_kept_in_float32() -> None:
                 parameter.data = parameter.data.to(dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            fs.shard_model(model, mesh=_mesh(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+            fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
         seen = []
         wo = model.encoder.block[0].layer[-1].DenseReluDense.wo
         wo.register_forward_pre_hook(lambda m, args, seen=seen: seen.append((m.weight.dtype, args[0].dtype)))
@@ -175,7 +173,7 @@ def _check_kept_in_float32() -> None:
     # What is not honoured is named, once, on rank 0.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fs.shard_model(tiny_model("t5"), mesh=_mesh())
+        fs.shard_model(tiny_model("t5"), mesh=mesh_here())
     named = [str(w.message) for w in caught if "_keep_in_fp32_modules" in str(w.message)]
     assert len(named) == (dist.get_rank() == 0)
     assert all("encoder.block.*.layer.*.DenseReluDense.wo.weight" in text for text in named)
@@ -186,17 +184,21 @@ def test_modules_kept_in_float32_are_honoured_or_named() -> None:
 
 
 def _check_refusals() -> None:
-    model = fs.shard_model(tiny_model("llama"), mesh=_mesh())
-    with pytest.raises(ValueError, match="is sharded already"):
-        fs.shard_model(model, mesh=_mesh())
-    with pytest.raises(ValueError, match="factor of 4, not 3"):
-        fs.shard_model(tiny_model("llama"), mesh=_mesh(), reshard_after_forward=3)
-    with pytest.raises(ValueError, match="no block"):
-        fs.shard_model(nn.Linear(3, 3), mesh=_mesh())
-    with pytest.raises(ValueError, match=r"model.layers.0, .* are not modules of this"):
-        fs.shard_model(tiny_model("llama"), mesh=_mesh(), blocks=fs.find_blocks(tiny_model("llama")))
-    with pytest.raises(ValueError, match="is not sharded; call shard_model first"):
-        fs.describe_sharding(tiny_model("llama"))
+    mesh, llama, broken = mesh_here(), tiny_model("llama"), tiny_model("llama")
+    others = fs.find_blocks(tiny_model("llama"))
+    sharded = fs.shard_model(tiny_model("llama"), mesh=mesh)
+    for call, message in (
+        (lambda: fs.shard_model(sharded, mesh=mesh), "is sharded already"),
+        (lambda: fs.shard_model(broken, mesh=mesh, reshard_after_forward=3), "factor of 4, not 3"),
+        (lambda: fs.shard_model(nn.Linear(3, 3), mesh=mesh), "no block"),
+        (
+            lambda: fs.shard_model(llama, mesh=mesh, blocks=others),
+            "model.layers.0, .* are not modules of this",
+        ),
+        (lambda: fs.describe_sharding(llama), "is not sharded; call shard_model first"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
@@ -206,7 +208,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
 def _check_description() -> str:
     model = tiny_model("qwen2-tied", dtype=torch.bfloat16)
     model.model.norm.requires_grad_(False)
-    fs.shard_model(model, mesh=_mesh(dp_replicate=2), offload_policy=CPUOffloadPolicy())
+    fs.shard_model(model, mesh=mesh_here(dp_replicate=2), offload_policy=CPUOffloadPolicy())
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2]]))  # leaves the root gathered
     return fs.describe_sharding(model)
@@ -218,16 +220,6 @@ def test_description_lists_groups_with_local_bytes() -> None:
     layer = sum(p.numel() for p in plain.model.layers[0].parameters())
     root = sum(p.numel() for p in plain.parameters()) - 3 * layer
     lines = text.splitlines()
-    assert lines[0].split() == [
-        "group",
-        "x",
-        "parameters",
-        "trainable",
-        "local",
-        "bytes",
-        "dtype",
-        "placements",
-    ]
     blocks = next(line for line in lines if line.startswith("model.layers.0 ... model.layers.2"))
     assert blocks.split()[3:6] == ["3", f"{layer:,}", f"{layer:,}"]
     assert "(Replicate(), Shard(dim=0))" in blocks
@@ -243,7 +235,9 @@ def _check_nested_groups() -> None:
     expected = _own_loss_gradients(copy.deepcopy(plain), batch)
     blocks = fs.find_blocks(plain, block_cls="Linear") | fs.find_blocks(plain)
     assert len(blocks) > 3
-    model = fs.shard_model(plain, mesh=_mesh(), mp_policy=FLOAT32, master_dtype=torch.float64, blocks=blocks)
+    model = fs.shard_model(
+        plain, mesh=mesh_here(), mp_policy=FLOAT32, master_dtype=torch.float64, blocks=blocks
+    )
     assert largest_error(_own_loss_gradients(model, batch), expected) < 1e-10
 
 
@@ -265,7 +259,7 @@ config = tf.Qwen2Config(hidden_size=8192, intermediate_size=29568, num_hidden_la
 with torch.device("meta"):
     model = tf.Qwen2ForCausalLM(config).to(torch.bfloat16)
 start = time.perf_counter()
-fs.shard_model(model, mesh=fs.build_mesh(dp_replicate=2, device_type="cpu"), reshard_after_forward=8)
+fs.shard_model(model, mesh=fs.buildmesh_here(dp_replicate=2, device_type="cpu"), reshard_after_forward=8)
 seconds = time.perf_counter() - start
 assert seconds < 20, seconds
 local = sum(p.to_local().numel() for p in model.parameters())
@@ -275,3 +269,72 @@ print(fs.describe_sharding(model))
     code, text = Program(script).wait(120)
     assert code == 0, text[-2000:]
     assert "72,706,203,648 parameters" in text
+
+
+# --- methods of transformers and peft that would write, send or change one rank's shards -------------------
+
+FOREIGN: dict[str, Any] = {
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "with its shards": lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
+}
+
+
+def _refused(folder: Path, *, lora: bool) -> None:
+    model: Any = tiny_model("llama")
+    if lora:
+        model = fs.add_adapters(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    fs.shard_model(model, mesh=mesh_here())
+    for one in (model, model.get_base_model() if lora else model):
+        for name, call in FOREIGN.items():
+            with pytest.raises(fs.UnsupportedModelError, match="export_hf"):
+                call(one, folder / "out")
+            assert not (folder / "out").exists(), name
+        with pytest.raises(fs.UnsupportedModelError, match="new_vocab_size"):
+            one.resize_token_embeddings(200)
+        assert one.resize_token_embeddings() is one.get_input_embeddings()
+    (fs.export_adapter if lora else fs.export_hf)(model, folder / "exported")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_they_are_refused_before_anything_is_written(lora: bool, tmp_path: Path) -> None:
+    run_distributed(_refused, 2, tmp_path, lora=lora)
+    assert (tmp_path / "exported" / ("adapter_config.json" if lora else "config.json")).exists()
+
+
+# --- compiled blocks have room for their variants ----------------------------------------------------------
+
+
+@pytest.fixture
+def compiler_anew() -> Iterator[None]:
+    from torch._dynamo import config
+
+    torch.compiler.reset()
+    with config.patch(recompile_limit=config.recompile_limit):
+        yield
+    torch.compiler.reset()
+
+
+def _compiled_variants(lengths: int) -> int:
+    """Graphs compiled in training with ragged rows and evaluations in between."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = tiny_model("llama")
+    fs.apply_sac(model, "1/3")
+    fs.compile_blocks(model, backend=backend, dynamic=False)
+    for length in range(2, 2 + lengths):
+        ids = torch.arange(3, 3 + length)[None]
+        model.train()(input_ids=ids).logits.sum().backward()
+        with torch.no_grad():
+            model.eval()(input_ids=ids)
+    return len(graphs)
+
+
+@pytest.mark.usefixtures("compiler_anew")
+def test_ragged_rows_and_evaluations_are_compiled_to_the_last() -> None:
+    one = _compiled_variants(1)
+    torch.compiler.reset()
+    assert _compiled_variants(3) == 3 * one

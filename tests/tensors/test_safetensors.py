@@ -2,7 +2,6 @@
 
 import os
 import time
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import fsdp_sft as fs
 from fsdp_sft._tensors import safetensors as st
 from fsdp_sft.weights.resolve import open_checkpoint
 from tests.harness.hf_folders import save_tiny
-from tests.tensors.odd_headers import ODD, file_of
+from tests.tensors.odd_headers import ODD
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -48,29 +47,22 @@ def _header_of(path: Path) -> st.Header:
         os.close(fd)
 
 
-def test_the_reference_implementation_reads_what_is_written(tmp_path: Path) -> None:
-    path, tensors = tmp_path / "a.safetensors", _tensors()
-    _write(path, tensors)
-    entries = _header_of(path).entries.values()
-    assert all(entry.start % entry.dtype.itemsize == 0 for entry in entries), "aligned"
-    loaded = load_file(path)
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
-        assert st.bytes_of(loaded[name]) == st.bytes_of(tensor), name
-    with safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_what_the_reference_implementation_writes_is_read(tmp_path: Path) -> None:
-    path, tensors = tmp_path / "a.safetensors", _tensors()
-    save_file(tensors, path, metadata={"format": "pt"})
-    header, data = _header_of(path), path.read_bytes()
-    assert header.metadata == {"format": "pt"}
-    for name, tensor in tensors.items():
-        entry = header.entries[name]
-        assert (entry.dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape))
-        assert data[entry.start : entry.end] == bytes(st.bytes_of(tensor)), name
+def test_files_are_those_of_the_reference_implementation(tmp_path: Path) -> None:
+    """What either writes is read by both."""
+    tensors, ours, theirs = _tensors(), tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    _write(ours, tensors)
+    save_file(tensors, theirs, metadata={"format": "pt"})
+    for path in (ours, theirs):
+        header, loaded, data = _header_of(path), load_file(path), path.read_bytes()
+        assert header.metadata == {"format": "pt"}
+        assert loaded.keys() == header.entries.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            entry, read = header.entries[name], loaded[name]
+            kind = (tensor.dtype, tuple(tensor.shape))
+            assert (entry.dtype, entry.shape) == kind == (read.dtype, tuple(read.shape)), name
+            assert data[entry.start : entry.end] == bytes(st.bytes_of(tensor)), name
+            assert st.bytes_of(read) == st.bytes_of(tensor), name
+            assert path == theirs or entry.start % entry.dtype.itemsize == 0, "aligned"
 
 
 def test_links_and_special_files_are_not_opened(tmp_path: Path) -> None:
@@ -83,11 +75,6 @@ def test_links_and_special_files_are_not_opened(tmp_path: Path) -> None:
         st.open_file(tmp_path / "pipe")
     with pytest.raises(FileExistsError):
         st.create(tmp_path / "a", {})
-
-
-def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
-    with pytest.raises(st.CheckpointFormatError, match="complex128"):
-        st.create(tmp_path / "new", {"a": (torch.complex128, [1])})
 
 
 def _theirs(path: Path) -> bool:
@@ -127,27 +114,3 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) 
     with pytest.raises((st.CheckpointFormatError, OSError), match="not a regular file"):
         fs.build_meta_model(folder) if name == "config.json" else open_checkpoint(folder)
     assert time.perf_counter() - started < 5
-
-
-def _cost_of_a_header(path: Path, entries: int) -> tuple[float, int]:
-    """Seconds and bytes of memory to read a header of so many tensors."""
-    texts = (f'"t{i}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{i + 1}]}}' for i in range(entries))
-    path.write_bytes(file_of("{" + ",".join(texts) + "}", bytes(entries)))
-    started = time.process_time()
-    _header_of(path)
-    seconds = time.process_time() - started
-    tracemalloc.start()
-    try:
-        kept = _header_of(path)
-        return seconds, tracemalloc.get_traced_memory()[1] if kept is not None else 0
-    finally:
-        tracemalloc.stop()
-
-
-def test_headers_cost_in_proportion(tmp_path: Path) -> None:
-    """At 1, 10 and 100 times the size, at most 20 and 200 times the cost: the rest is noise of a machine."""
-    _cost_of_a_header(tmp_path / "file.safetensors", 300)
-    costs = [_cost_of_a_header(tmp_path / "file.safetensors", size) for size in (300, 3000, 30_000)]
-    assert costs[1][1] < 20 * costs[0][1]
-    assert costs[2][1] < 200 * costs[0][1]
-    assert costs[2][0] < 50 * max(costs[1][0], 0.02)

@@ -65,17 +65,11 @@ def test_parts_are_those_of_torch_chunk(first: int) -> None:
         assert sum(box.numel for box in parts.values()) == numbers.numel()
         world = max(sharding.ranks or [torch.Size(sharding.mesh_shape).numel() - 1]) + 1
         assert parse_sharding(encode_sharding(sharding), world) == sharding
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_meets_a_box_is_what_it_takes(seed: int) -> None:
-    sharding, shape, copy = _drawn(seed)
-    draw = random.Random(seed)
-    low = [draw.randrange(n) for n in shape]
-    wanted = Box(tuple(low), tuple(draw.randint(1, n - a) for n, a in zip(shape, low, strict=True)))
-    every = dict(sharding.parts(shape, copy))
-    meeting = {rank: box for rank, box in every.items() if box.intersect(wanted) is not None}
-    assert dict(sharding.parts(shape, copy, wanted)) == meeting
+        draw = random.Random(seed)
+        low = [draw.randrange(n) for n in shape]
+        wanted = Box(tuple(low), tuple(draw.randint(1, n - a) for n, a in zip(shape, low, strict=True)))
+        meeting = {rank: box for rank, box in parts.items() if box.intersect(wanted) is not None}
+        assert dict(sharding.parts(shape, copy, wanted)) == meeting, "what meets a box is what it takes"
 
 
 def test_whole_tensors_and_those_of_one_rank() -> None:

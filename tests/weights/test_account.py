@@ -39,18 +39,16 @@ def _oracle(folder: Path, **overrides: Any) -> Any:
     return peft.get_peft_model(model, _lora(**overrides)).train()
 
 
-def _load(folder: Path, mesh_shape: dict[str, int] | None, **overrides: Any) -> tuple[Any, Any]:
-    model = fs.add_adapters(fs.build_meta_model(folder), _lora(**overrides), seed=3)
-    if mesh_shape is not None:
-        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=PLAIN)
-    return model, fs.load_weights(model, folder)
-
-
 def _check_copies(root: Path, mesh_shape: dict[str, int]) -> None:
     assert is_poisoned()
     for family, modules in SAVED.items():
         for shape in (mesh_shape, None):
-            model, report = _load(root / family, shape, modules_to_save=modules)
+            model = fs.add_adapters(
+                fs.build_meta_model(root / family), _lora(modules_to_save=modules), seed=3
+            )
+            if shape is not None:
+                fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=PLAIN)
+            report = fs.load_weights(model, root / family)
             assert difference(model, _oracle(root / family, modules_to_save=modules)) == [], family
             copies = [name for name, source in report.sources.items() if source == "copy"]
             assert copies == [name for name, _ in _named(model) if ".modules_to_save." in name]

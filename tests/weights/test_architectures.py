@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto
 
 import fsdp_sft as fs
 from fsdp_sft.weights import build_meta_model, load_weights
+from tests import plain as plainly
 from tests.harness.architectures import class_names, inputs_for, quiet, save_all, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, plain, tensors_of
@@ -82,27 +83,25 @@ def _check_all(folder: Path, names: list[str]) -> dict[str, list[str]]:
     return results
 
 
-def _assert_all_load(folder: Path, names: list[str], *world_sizes: int) -> None:
-    """Load each class that plain transformers builds, saves and loads, and compare it on every rank."""
-    failed = save_all(folder, names)
+EVERY = [pytest.mark.slow, pytest.mark.timeout(5400)]
+
+
+@pytest.mark.parametrize(
+    ("names", "world_sizes"),
+    [(ALWAYS, [2]), pytest.param(class_names(), [2, 3, 4], marks=EVERY)],
+    ids=["a selection", "every causal LM"],
+)
+@quiet()
+def test_what_plain_transformers_loads_is_loaded(
+    names: list[str], world_sizes: list[int], tmp_path: Path
+) -> None:
+    failed = save_all(tmp_path, names)
     assert failed.keys() <= NOT_LOADABLE.keys(), failed
     names = [name for name in names if name not in failed]
     for world_size in world_sizes:
-        by_rank = run_distributed(_check_all, world_size, folder, names, timeout=1500)
+        by_rank = run_distributed(_check_all, world_size, tmp_path, names, timeout=1500)
         wrong = {name: [r[name] for r in by_rank] for name in names if any(r[name] for r in by_rank)}
         assert wrong == {}, f"{len(names) - len(wrong)} of {len(names)} are bitwise on {world_size} ranks"
-
-
-@quiet()
-def test_a_selection(tmp_path: Path) -> None:
-    _assert_all_load(tmp_path, ALWAYS, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(5400)
-@quiet()
-def test_every_causal_lm(tmp_path: Path) -> None:
-    _assert_all_load(tmp_path, class_names(), 2, 3, 4)
 
 
 # --- vision-language classes: what loads, trains on text and comes back, as plainly ------------------------
@@ -138,9 +137,8 @@ def _trained_plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Te
         config.use_cache = False  # the few layers may have no attention, which caches count by
     logits = model(**rows).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    loss.backward()
-    torch.optim.SGD(model.parameters(), lr=RATE).step()
-    return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
+    found, _ = plainly.step(model, [loss], [torch.optim.SGD(model.parameters(), lr=RATE)])
+    return found, {name: p.detach() for name, p in model.named_parameters()}
 
 
 @quiet()
@@ -171,8 +169,13 @@ def _check_of_images(name: str, folder: Path, loss: float, expected: dict[str, t
     assert tensors_of(out).keys() == tensors_of(folder).keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES),
+    ],
+)
 @quiet()
 def test_a_class_trains_on_text_and_comes_back(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "base"

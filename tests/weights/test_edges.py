@@ -1,4 +1,4 @@
-"""What checkpoints seldom hold and models seldom are: each loads bitwise right, or ends in a typed error."""
+"""What checkpoints seldom hold, and code that they bring: each loads bitwise right, or ends in an error."""
 
 import json
 import pickle
@@ -10,21 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import fsdp_sft as fs
+from fsdp_sft._model.configs import config_of, tokenizer_of
 from fsdp_sft.weights import (
     CheckpointFormatError,
     build_meta_model,
     load_weights,
     provenance,
 )
+from fsdp_sft.weights.load import load_pretrained
 from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.hub_server import COMMIT, serve, use_hub
+from tests.harness.models import full
 from tests.harness.ranks import run_distributed
+from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_code
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -47,26 +50,6 @@ def test_more_experts_than_one_digit(tmp_path: Path) -> None:
     """Stacked by number, not by name: 10 comes after 9."""
     save_tiny(tmp_path, "mixtral", num_local_experts=12)
     run_distributed(_check, 3, tmp_path, {})
-
-
-def _check_columns(folder: Path) -> None:
-    """A model that someone sharded by columns, with replicas, without this library."""
-    model = build_meta_model(folder)
-    options: Any = {"mesh": mesh_here(dp_replicate=2), "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    for _ in range(2):
-        load_weights(model, folder)
-        assert difference(model, plain(folder)) == []
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-
-
-def test_shards_of_columns(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    run_distributed(_check_columns, 4, tmp_path)
 
 
 # --- dtypes, headers and indices ----------------------------------------------------------------------------
@@ -113,7 +96,7 @@ def test_files_in_folders_below(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "weight_map",
+    "index",
     [
         {"a": "nul\0.safetensors"},
         {"a": "x" * 5000 + ".safetensors"},
@@ -126,41 +109,25 @@ def test_files_in_folders_below(tmp_path: Path) -> None:
         {"a": 1},
         {},
         [],
+        *(b"\xff\xfe", b"", b"null", b'{"weight_map": null}', b"[" * 100_000),
     ],
-    ids=range(11),
+    ids=range(16),
 )
-def test_indices_that_lie(tmp_path: Path, weight_map: Any) -> None:
+def test_indices_that_lie_or_are_none(tmp_path: Path, index: Any) -> None:
     folder = save_tiny(tmp_path)
     (folder / "folder.safetensors").mkdir()
     (folder / "loop.safetensors").symlink_to("loop.safetensors")
-    _set_index(folder, weight_map)
+    if isinstance(index, bytes):
+        (folder / "model.safetensors.index.json").write_bytes(index)
+    else:
+        _set_index(folder, index)
     with pytest.raises(CheckpointFormatError):
-        open_checkpoint(folder)
-
-
-NO_INDICES = {
-    "no text": b"\xff\xfe",
-    "nothing": b"",
-    "null": b"null",
-    "no map": b'{"weight_map": null}',
-    "100,000 deep": b"[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("data", NO_INDICES.values(), ids=NO_INDICES)
-def test_an_index_that_is_not_one(tmp_path: Path, data: bytes) -> None:
-    folder = save_tiny(tmp_path)
-    (folder / "model.safetensors.index.json").write_bytes(data)
-    with pytest.raises(CheckpointFormatError, match=r"not an index|index\.json is not JSON"):
         open_checkpoint(folder)
 
 
 def test_a_name_in_two_files_is_the_one_that_the_index_says(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
-    weight_map = _index(folder)
-    oracle = plain(folder)
-    from safetensors.torch import load_file, save_file
-
+    weight_map, oracle = _index(folder), plain(folder)
     key, owner = next(iter(weight_map.items()))
     for name in sorted(set(weight_map.values()) - {owner}):
         tensors = load_file(folder / name)
@@ -213,20 +180,6 @@ def test_each_cache_gets_each_file_once(tmp_path: Path, shared: bool) -> None:
     run_distributed(_from_the_hub, 2, address, tmp_path / "cache", shared, folder)  # the hub is gone
 
 
-def _check_hub_error(address: str, cache: Path) -> None:
-    use_hub(address, cache)
-    with pytest.raises(CheckpointFormatError):
-        resolve_folder("someone/model")
-
-
-def test_a_repository_without_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    with serve(folder) as (address, _):
-        run_distributed(_check_hub_error, 2, address, tmp_path / "cache")
-
-
 def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
     """As in transformers; the parts are not even looked at."""
     folder = save_tiny(tmp_path)
@@ -275,10 +228,8 @@ def _check_padded(folder: Path) -> None:
 
     converter = WeightConverter("mlp.short.weight", "mlp.up_proj.weight", [Pad()])
     conversion_mapping.register_checkpoint_conversion_mapping("LlamaForCausalLM", [converter], overwrite=True)
-    model = build_meta_model(folder)
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     with pytest.raises(CheckpointFormatError, match=r"up_proj.*save_original_format=False"):
-        load_weights(model, folder)
+        loaded(folder, {})
 
 
 def test_a_conversion_that_adds_numbers_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -288,3 +239,79 @@ def test_a_conversion_that_adds_numbers_of_its_own_is_refused(tmp_path: Path) ->
         tensors[name.replace("up_proj", "short")] = tensors.pop(name)[:-16]
     rewrite(tmp_path, tensors)
     run_distributed(_check_padded, 2, tmp_path)
+
+
+# --- code of the checkpoint: refused without trust, bitwise right with it, offline -------------------------
+
+
+def _imported(modules: Path) -> bool:
+    return any(path.name == "imported" for path in modules.rglob("*"))
+
+
+def test_refused_without_trust(tmp_path: Path) -> None:
+    keep_code_in(tmp_path / "modules")
+    with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
+        build_meta_model(save_with_code(tmp_path / "model"))
+    assert not _imported(tmp_path / "modules")
+
+
+def _check_code(folder: Path, modules: Path, together: bool) -> None:
+    keep_code_in(modules if together else modules / str(dist.get_rank()))
+    model: Any = load_pretrained(
+        folder, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(), trust_remote_code=True
+    )
+    oracle = plain_with_code(folder)
+    assert difference(model, oracle) == []
+    assert float(full(model.model.norm.offset)) == 0.625
+    ids = torch.arange(3, 21, device=device_here()).view(2, 9)
+    assert torch.equal(model(input_ids=ids).logits, oracle.to(device_here())(input_ids=ids).logits)
+    assert _imported(modules)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one module cache", "a module cache each"])
+def test_bitwise_with_trust(tmp_path: Path, together: bool) -> None:
+    run_distributed(_check_code, 2, save_with_code(tmp_path / "model"), tmp_path / "modules", together)
+
+
+def _check_hub(address: str, cache: Path, modules: Path, folder: Path) -> None:
+    use_hub(address, cache)
+    keep_code_in(modules / str(dist.get_rank()))
+    assert not list(resolve_folder("someone/model").glob("*.py"))
+    # Under bfloat16 the buffers are those of a plain bfloat16 model.
+    options: dict[str, Any] = {"mesh": mesh_here(), "mp_policy": MixedPrecisionPolicy()}
+    with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
+        load_pretrained("someone/model", **options)
+    model = load_pretrained("someone/model", **options, trust_remote_code=True)
+    assert difference(model, plain_with_code(folder)) == []
+
+
+def test_from_the_hub(tmp_path: Path) -> None:
+    folder = save_with_code(tmp_path / "model")
+    with serve(folder) as (address, _):
+        run_distributed(_check_hub, 2, address, tmp_path / "cache", tmp_path / "modules", folder)
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_a_config_cannot_fetch_code_for_its_attention(field: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, field: "someone/kernel"}))
+    with pytest.raises(CheckpointFormatError, match=r"'someone/kernel', native code .*attn_implementation="):
+        build_meta_model(folder)
+    assert build_meta_model(folder, attn_implementation="sdpa").config._attn_implementation == "sdpa"
+    with pytest.raises(CheckpointFormatError, match="native code"):
+        config_of(folder)
+
+
+def test_code_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers asks at the terminal if it is not told, where "y" runs the code of the folder."""
+    folder = save_with_code(tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["modeling.Tokenizer", None]}})
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    keep_code_in(tmp_path / "modules")
+    for read in (config_of, tokenizer_of):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            read(folder)
+    assert not _imported(tmp_path / "modules")

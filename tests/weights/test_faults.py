@@ -21,11 +21,6 @@ from tests.harness.ranks import run_distributed
 _SECONDS = 10
 
 
-def _sharded(folder: Path) -> Any:
-    model = build_meta_model(folder)
-    return fs.shard_model(model, mesh=mesh_here())
-
-
 def _refused(folder: Path, what: str) -> str:
     """What a load that has to fail says; a bad disk is that of rank 1."""
     original = os.preadv
@@ -36,7 +31,7 @@ def _refused(folder: Path, what: str) -> str:
             raise OSError(5, "Input/output error")
         return 0 if what == "a disk that ends early" and offset > 5000 else original(fd, buffers, offset)
 
-    model = _sharded(folder)
+    model = fs.shard_model(build_meta_model(folder), mesh=mesh_here())
     dist.barrier()
     started = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +139,7 @@ def test_one_error_on_all_ranks_and_soon(name: str, tmp_path: Path) -> None:
 
 
 def _check_different_folders(folder: Path) -> None:
-    model = _sharded(folder / "a")
+    model = fs.shard_model(build_meta_model(folder / "a"), mesh=mesh_here())
     for other, words in (("b", "another checkpoint"), ("absent", "on some ranks but not on")):
         with pytest.raises(weights.CheckpointFormatError, match=words):
             load_weights(model, folder / ("a" if dist.get_rank() == 0 else other))
@@ -165,16 +160,3 @@ def test_a_disk_that_returns_less_than_asked(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "preadv", preadv)
     assert difference(loaded(tmp_path), plain(tmp_path)) == []
-
-
-def test_arguments_out_of_range_are_named(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    model = build_meta_model(tmp_path)
-    with pytest.raises(ValueError, match="missing"):
-        load_weights(model, tmp_path, missing="ignore")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unexpected"):
-        load_weights(model, tmp_path, unexpected="initialise")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="no_such_field"):
-        build_meta_model(tmp_path, no_such_field=1)
-    with pytest.raises(weights.CheckpointFormatError, match="no Hub id"):
-        load_weights(model, tmp_path / "absent")

@@ -10,10 +10,12 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests import plain as plainly
+from tests.harness import multimodal
 from tests.harness.architectures import tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
-from tests.harness.models import VOCAB, full, ragged_batches, tiny_config
+from tests.harness.models import VOCAB, full, ragged_batches
 from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -35,29 +37,12 @@ def _oracle(folder: Path) -> Any:
     return model
 
 
-def _nested(folder: Path) -> Path:
-    """A model whose config has its vocabulary in the part that speaks of text."""
-    text = tiny_config("gemma3").to_dict()
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
-    config = tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    torch.manual_seed(0)
-    tf.Gemma3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
 def _check(root: Path, mesh_shape: dict[str, int]) -> None:
     mesh = mesh_here(**mesh_shape)
     for folder in sorted(root.iterdir()):
-        model = fs.build_meta_model(folder, new_vocab_size=NEW)
-        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
-        fs.load_weights(model, folder)
+        model: Any = fs.load_pretrained(
+            folder, mesh=mesh, mp_policy=FLOAT32, new_vocab_size=NEW, freeze_towers=False
+        )
         oracle = _oracle(folder)
         assert difference(model, oracle) == [], folder.name
         assert model.config.get_text_config().vocab_size == NEW
@@ -72,7 +57,8 @@ def test_new_rows_are_the_mean_of_the_old(
 ) -> None:
     for family in families:
         save_tiny(tmp_path / family, family)
-    _nested(tmp_path / "nested")
+    # Its config has the vocabulary in the part that speaks of text.
+    multimodal.tiny("gemma3").to(torch.bfloat16).save_pretrained(tmp_path / "nested")
     run_distributed(_check, ranks, tmp_path, mesh_shape)
 
 
@@ -91,15 +77,14 @@ def _train_save_and_export(root: Path, how: str) -> None:
         torch.manual_seed(0)
         expected = peft.get_peft_model(expected, lora).train()
     model = fs.load_pretrained(root / "base", **options)
-    assert difference(model, expected) == []
     batch = dict(ragged_batches(1)[0])
     batch["input_ids"][:, 0] = NEW - 1
-    loss = expected(**batch).loss
-    loss.backward()
-    torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1).step()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    result = fs.train_step(model, [batch], optimizer, max_grad_norm=None)
-    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    theirs, ours = (
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+        for each in (expected, model)
+    )
+    loss, _ = plainly.step(expected, [expected(**batch).loss], [theirs])
+    assert fs.train_step(model, [batch], ours, max_grad_norm=None).loss == pytest.approx(loss, rel=1e-6)
     head = model.get_output_embeddings().weight
     torch.testing.assert_close(full(head).detach(), expected.get_output_embeddings().weight.detach())
     fs.save_checkpoint(root / how / "steps", 1, model=model)
@@ -125,13 +110,17 @@ def test_they_are_trained_saved_and_exported(tmp_path: Path, how: str) -> None:
     run_distributed(_train_save_and_export, 2, tmp_path, how)
 
 
-def test_a_checkpoint_that_has_the_rows_already(tmp_path: Path) -> None:
+def _with_rows(folder: Path, *, size: int = NEW, weights: Path | None = None, **options: Any) -> Any:
+    """A model of a folder with rows for new tokens, loaded from it or from another one."""
+    model = fs.build_meta_model(folder, new_vocab_size=size)
+    fs.load_weights(model, weights or folder, **options)
+    return model
+
+
+@pytest.mark.parametrize("config_of", ["new", "old"])
+def test_a_checkpoint_that_has_the_rows_already(config_of: str, tmp_path: Path) -> None:
     _oracle(save_tiny(tmp_path / "old", "qwen2-tied")).save_pretrained(tmp_path / "new")
-    model = fs.build_meta_model(tmp_path / "new", new_vocab_size=NEW)
-    fs.load_weights(model, tmp_path / "new")
-    assert difference(model, plain(tmp_path / "new")) == []
-    model = fs.build_meta_model(tmp_path / "old", new_vocab_size=NEW)
-    fs.load_weights(model, tmp_path / "new")
+    model = _with_rows(tmp_path / config_of, weights=tmp_path / "new")
     assert difference(model, plain(tmp_path / "new")) == []
 
 
@@ -139,8 +128,7 @@ def test_a_head_that_is_missing_is_initialised_whole(tmp_path: Path) -> None:
     tensors = tensors_of(save_tiny(tmp_path))
     del tensors["lm_head.weight"]
     rewrite(tmp_path, tensors)
-    model = fs.build_meta_model(tmp_path, new_vocab_size=NEW)
-    fs.load_weights(model, tmp_path, missing="initialise")
+    model = _with_rows(tmp_path, missing="initialise")
     rows = model.lm_head.weight[VOCAB:]
     assert rows.isfinite().all()
     assert rows.unique(dim=0).shape[0] == NEW - VOCAB
@@ -149,8 +137,7 @@ def test_a_head_that_is_missing_is_initialised_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, VOCAB - 1, VOCAB])
 def test_spare_rows_stay_as_they_are(size: int, tmp_path: Path) -> None:
-    model = fs.build_meta_model(save_tiny(tmp_path), new_vocab_size=size)
-    fs.load_weights(model, tmp_path)
+    model = _with_rows(save_tiny(tmp_path), size=size)
     assert difference(model, plain(tmp_path)) == []
 
 
@@ -159,9 +146,8 @@ def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
     tiny_architecture("MarianForCausalLM").save_pretrained(tmp_path / "marian")
     with pytest.raises(fs.UnsupportedModelError, match=r"Marian\w+: its input embeddings keep \d+ rows"):
         fs.build_meta_model(tmp_path / "marian", new_vocab_size=500)
-    config = tf.BartConfig(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1)
     # Its bias of the logits has a column, and not a row, for each token.
+    config = tf.BartConfig(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1)
     tf.BartForConditionalGeneration(config).save_pretrained(tmp_path / "bart")
-    model = fs.build_meta_model(tmp_path / "bart", new_vocab_size=NEW)
     with pytest.raises(fs.CheckpointFormatError, match=r"final_logits_bias"):
-        fs.load_weights(model, tmp_path / "bart")
+        _with_rows(tmp_path / "bart")

@@ -1,6 +1,5 @@
-"""Forms in which repositories come: a bare class, other formats beside, adapters, layers nobody reads."""
+"""Forms in which repositories come: a bare class, another class, other formats beside, adapters, layers."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -9,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
-from tests.harness.models import TINY, tiny_model
+from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 
 BLOOM = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
@@ -46,11 +46,6 @@ def test_a_config_that_names_the_class_without_a_head(tmp_path: Path) -> None:
     assert type(model) is type(oracle)
     assert difference(model, oracle) == []
     assert type(fs.build_meta_model(tmp_path, architectures=["BloomModel"])) is tf.BloomModel
-
-
-def test_a_model_for_masked_words_keeps_its_class(tmp_path: Path) -> None:
-    tiny_model("bert").bert.save_pretrained(tmp_path)
-    assert type(fs.build_meta_model(tmp_path)) is tf.BertModel
 
 
 def test_layers_behind_the_last_are_not_left_unread_without_a_word(tmp_path: Path) -> None:
@@ -93,42 +88,6 @@ def test_experts_under_another_name_are_named(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-def test_masks_that_are_no_longer_stored(tmp_path: Path) -> None:
-    config = tf.GPTJConfig(vocab_size=101, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
-    tf.GPTJForCausalLM(config).save_pretrained(tmp_path)
-    masks = {
-        f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool).tril() for i in (0, 1)
-    }
-    rewrite(tmp_path, tensors_of(tmp_path) | masks)
-    if tf.__version__ < "5.24":  # which leaves them out by itself
-        with pytest.raises(fs.CheckpointFormatError, match=re.escape("load_weights(unexpected='ignore')")):
-            loaded(tmp_path)
-    assert difference(loaded(tmp_path, unexpected="ignore"), plain(tmp_path)) == []
-
-
-@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
-def test_a_tower_whose_package_is_missing(tmp_path: Path) -> None:
-    text = {**TINY, "num_hidden_layers": 5, "num_kv_shared_layers": 0, "laurel_rank": 4, "head_dim": 8}
-    own = {"activation_sparsity_pattern": None, "vocab_size_per_layer_input": 101}
-    config = tf.Gemma3nConfig(text_config={**text, **own, "hidden_size_per_layer_input": 8})
-    config.architectures = ["Gemma3nForConditionalGeneration"]
-    config.save_pretrained(tmp_path)
-    oracle = tf.Gemma3nForCausalLM(config.text_config)
-    stored = {
-        name.replace("model.", "model.language_model.", 1): value
-        for name, value in oracle.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    rewrite(tmp_path, stored | {"model.vision_tower.timm_model.head.weight": torch.ones(2, 2)})
-    with pytest.raises(ImportError, match="timm"):
-        fs.build_meta_model(tmp_path)
-    model: Any = fs.build_meta_model(tmp_path, architectures=["Gemma3nForCausalLM"])
-    with pytest.raises(fs.CheckpointFormatError, match=re.escape("load_weights(unexpected='ignore')")):
-        fs.load_weights(model, tmp_path)
-    fs.load_weights(model, tmp_path, unexpected="ignore")
-    assert difference(model, oracle) == []
-
-
 def _check_transposed(folder: Path) -> None:
     model = fs.load_pretrained(folder, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
     report = model.load_report
@@ -167,7 +126,73 @@ def test_an_adapter_beside_weights_is_not_left_out(tmp_path: Path) -> None:
         fs.build_meta_model(own)
 
 
-def test_a_stray_file_beside_is_not_looked_at(tmp_path: Path) -> None:
+# --- the class that is asked for is the class that is built ------------------------------------------------
+
+CLASSIFIER = "LlamaForSequenceClassification"
+
+
+def _classifier_like_from_pretrained(folder: Path) -> None:
+    import transformers
+
+    overrides: dict[str, Any] = {"architectures": [CLASSIFIER], "num_labels": 3}
+    model = composed(
+        folder,
+        mesh=mesh_here(),
+        missing="initialise",
+        unexpected="ignore",
+        config_overrides=overrides,
+    )
+    torch.manual_seed(0)
+    expected = transformers.LlamaForSequenceClassification.from_pretrained(
+        folder, num_labels=3, dtype=torch.float32
+    ).train()
+    assert type(model).__name__ == f"FSDP{CLASSIFIER}"
+    assert model.config.architectures == [CLASSIFIER]
+    assert difference(model, expected) == []
+
+
+def test_a_class_that_the_config_does_not_name(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    save_file({name: t * 0 for name, t in tensors_of(tmp_path).items()}, tmp_path / "adapter.safetensors")
-    assert difference(loaded(tmp_path), plain(tmp_path)) == []
+    run_distributed(_classifier_like_from_pretrained, 2, tmp_path)
+    assert type(fs.build_meta_model(tmp_path, architectures=CLASSIFIER)).__name__ == CLASSIFIER
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["MistralForCausalLM"], "models of type 'mistral'.*'llama'"),
+        (["LlamaForNothing"], "has no LlamaForNothing"),
+        ([], "architectures="),
+        ([7], "has no 7"),
+    ],
+)
+def test_a_class_that_cannot_be_built(tmp_path: Path, names: Any, words: str) -> None:
+    save_tiny(tmp_path)
+    with pytest.raises(fs.CheckpointFormatError, match=words):
+        fs.build_meta_model(tmp_path, architectures=names)
+
+
+class Actor(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def _wrapped(folder: Path) -> None:
+    model: Any = Actor(fs.build_meta_model(folder / "base"))
+    fs.shard_model(model, mesh=mesh_here())
+    for call in (
+        lambda: fs.load_weights(model, folder / "base"),
+        lambda: fs.export_hf(model, folder / "out"),
+        lambda: fs.check_export(folder / "out", model=model),
+        lambda: fs.iter_hf_tensors(model),
+    ):
+        with pytest.raises(TypeError, match=r"pass the one inside, model\.model, which"):
+            call()
+    with pytest.raises(TypeError, match="load_full_state_dict reads a module of one's own"):
+        fs.load_weights(nn.Linear(2, 2), folder / "base")
+
+
+def test_a_module_around_a_model_is_told_what_to_pass(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", "mixtral")
+    run_distributed(_wrapped, 2, tmp_path)

@@ -2,7 +2,7 @@
 
 pip install torch==2.13.0 transformers==5.23.0 compressed-tensors==0.20.0 bitsandbytes==0.50.2
 pip install nvidia-modelopt==0.47.0
-python tests/quantised/make_golden.py
+python -m benchmarks.checks.golden
 
 Each file has the tensors of one matrix as they are published, ``values`` as the package dequantises them, and
 the package's version and the ``quantization_config`` as metadata.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[2] / "tests" / "quantised" / "golden"
 ROWS, COLUMNS = 24, 96
 
 
