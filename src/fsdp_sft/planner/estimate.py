@@ -99,7 +99,7 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
 @functools.lru_cache(maxsize=1024)
 def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
     """``estimate_memory`` of a model whose skeleton is that of the run."""
-    if run.cp > 1:
+    if run.shares_rows:
         check_shareable(skeleton.model, run.cp)
     if run.ep_size > 1 and not skeleton.experts:
         raise UnsupportedModelError(
@@ -109,7 +109,7 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
     if uneven := [number for number in skeleton.experts if number % run.ep_size]:
         raise ValueError(f"ep_size={run.ep_size} does not divide the {uneven[0]} experts of a layer")
     seen = trace(skeleton, run)
-    if run.cp > 1 and not all(block.exchanged for block in seen.blocks.values()):
+    if run.shares_rows and not all(block.exchanged for block in seen.blocks.values()):
         raise UnsupportedModelError(
             f"a block of {skeleton.model.config.model_type} runs no attention of transformers' attention "
             "interface: what positions it mixes, ranks that share rows could not. Plan it with cp=1"

@@ -255,7 +255,7 @@ def micro_batch(model: Any, run: Run, ledger: Ledger) -> Iterator[dict[str, Any]
     """
     rows, each = run.micro_batch_size, -(-run.seq_length // run.cp)
     ids = torch.zeros((rows, each), dtype=torch.int64, device="meta")
-    if run.cp == 1:
+    if not run.shares_rows:
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids) if run.attention_mask else None}
         return
     positions = torch.zeros((rows, each * run.cp), dtype=torch.int64, device="meta")

@@ -60,7 +60,8 @@ class RunPlan:
             self.run.grad_accum_steps
             * self.run.micro_batch_size
             * self.run.seq_length
-            / (self.run.cp * self.time.total)
+            * self.run.data_ranks
+            / (self.run.num_gpus * self.time.total)
         )
 
     @property
@@ -74,7 +75,7 @@ class RunPlan:
         )
         others = {
             f"recomputation is {time.recompute / time.compute:.0%} of the compute": time.recompute,
-            f"exchanges of {run.cp * run.ep_size} GPUs take {time.exchange:.2f} s "
+            f"exchanges of {run.exchange_ranks} GPUs take {time.exchange:.2f} s "
             "of a micro-step": time.exchange,
         }
         return bound, *(sentence for sentence, seconds in others.items() if seconds)
@@ -134,7 +135,7 @@ def _code(run: Run, model: str) -> Iterator[str]:
     mesh = _arguments(dp_replicate=(str(run.dp_replicate), "1"), cp=(str(run.cp), "1"))
     yield f"mesh = fs.build_mesh({mesh})"
     yield from _model(run, model)
-    if run.cp > 1:
+    if run.shares_rows:
         yield "fs.use_context_parallel(model, mesh=mesh)"
     if run.loss_impl == "logits":
         yield "fs.prepare_loss(model, impl='logits')"

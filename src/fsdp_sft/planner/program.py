@@ -127,7 +127,7 @@ def write_program(path: str | os.PathLike[str], plan: RunPlan, model: str, gpu: 
         FileExistsError: If there is such a file.
     """
     run = plan.run
-    if run.cp > 1 or not run.attention_mask:
+    if run.shares_rows or not run.attention_mask:
         raise ValueError("--write is for padded rows of one GPU each: leave out --cp and --no-padding")
     code = plan.code(model).splitlines()
     loop = next(number for number, line in enumerate(code) if line.startswith("loader = "))

@@ -130,7 +130,7 @@ class Run:
                 "ranks that share rows cannot share out experts: one of cp and ep_size has to be 1, got "
                 f"{self.cp} and {self.ep_size}"
             )
-        if self.num_gpus % (self.dp_replicate * self.cp * self.ep_size):
+        if self.num_gpus % (self.dp_replicate * self.exchange_ranks):
             raise ValueError(
                 f"dp_replicate x cp x ep_size must divide num_gpus, got {self.dp_replicate} x {self.cp} x "
                 f"{self.ep_size} of {self.num_gpus}"
@@ -157,6 +157,21 @@ class Run:
         if isinstance(self.frozen_dtype, torch.dtype):
             return self.frozen_dtype
         return self.param_dtype if self.packed or self.lora_rank or is_tower else self.master_dtype
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether ranks share the tokens of a row."""
+        return self.cp > 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks, or of groups of ranks that share rows, which have rows of their own."""
+        return self.num_gpus // self.cp
+
+    @property
+    def exchange_ranks(self) -> int:
+        """Number of ranks among which activations travel, around attention or experts; 1: nothing travels."""
+        return self.cp * self.ep_size
 
     @property
     def num_shards(self) -> int:

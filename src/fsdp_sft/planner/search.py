@@ -97,10 +97,10 @@ def plan_run(
     config = as_config(config)
     given = {"micro_batch_size": 1, "compile": True, **estimate_options}
     first = Run(num_gpus=num_gpus, seq_length=seq_length, **given)
-    shares = num_gpus // first.cp
+    shares = first.data_ranks
     if global_batch_size % shares:
         near = max(1, round(global_batch_size / shares)) * shares
-        whose = "GPUs" if first.cp == 1 else f"groups of {first.cp} GPUs"
+        whose = f"groups of {num_gpus // shares} GPUs" if first.shares_rows else "GPUs"
         raise ValueError(
             f"global_batch_size {global_batch_size} is no multiple of {shares} {whose}, each of which takes "
             f"at least one sequence; {near} would be"
@@ -209,7 +209,7 @@ def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: 
             # A base is not rounded where adapters on another fit.
             if "--lora 16" not in " ".join(leaner) and _fits(config, replace(lean, **changes), memory_bytes):
                 leaner.append(option)
-    counts = (run.dp_replicate * run.cp * run.ep_size << doublings for doublings in range(13))
+    counts = (run.dp_replicate * run.exchange_ranks << doublings for doublings in range(13))
     runs = (replace(lean, num_gpus=count) for count in counts)
     fewest = next((one.num_gpus for one in runs if _fits(config, one, memory_bytes)), None)
     if fewest is not None:

@@ -195,7 +195,9 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> tu
 
 def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     """Seconds of the exchanges around attention or experts, in forward, backward and recomputation."""
-    ranks = run.cp * run.ep_size
+    ranks = run.exchange_ranks
+    if ranks == 1:
+        return 0.0
     checkpointed = run.checkpointed(len(skeleton.blocks))
     exchanged = sum(
         seen.blocks[kind].exchanged * (2 + (index in checkpointed))
@@ -204,6 +206,6 @@ def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     gpu = run.device
     link = gpu.node_bytes_per_second if ranks <= gpu.gpus_per_node else gpu.bytes_per_second
     # Cutting and joining around experts is among the traced operations; around attention it is not.
-    touches = _TOUCHES / (gpu.memory_bytes_per_second * rates.memory) if run.cp > 1 else 0.0
-    waits = _HOST_WAITS * (len(skeleton.experts) + len(checkpointed)) if run.ep_size > 1 else 0.0
+    touches = _TOUCHES / (gpu.memory_bytes_per_second * rates.memory) if run.shares_rows else 0.0
+    waits = 0.0 if run.shares_rows else _HOST_WAITS * (len(skeleton.experts) + len(checkpointed))
     return exchanged * ((ranks - 1) / ranks / (link * rates.network) + touches) + waits

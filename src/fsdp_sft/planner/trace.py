@@ -85,7 +85,7 @@ def trace(skeleton: Skeleton, run: Run) -> Trace:
     Raises:
         UnsupportedModelError: If the model's forward depends on values, which meta tensors do not have.
     """
-    return _trace(skeleton, replace(run, **_UNTRACED, num_gpus=run.cp * run.ep_size))
+    return _trace(skeleton, replace(run, **_UNTRACED, num_gpus=run.exchange_ranks))
 
 
 @functools.lru_cache(maxsize=128)
@@ -96,7 +96,7 @@ def _trace(skeleton: Skeleton, run: Run) -> Trace:
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
             f"a step of model type {skeleton.model.config.model_type!r} (loss_impl={run.loss_impl!r}, "
-            f"cp={run.cp}) cannot be followed without values ({type(error).__name__}: {str(error)[:200]}); "
+            f"{run.exchange_ranks} ranks that exchange) cannot be followed without values ({type(error).__name__}: {str(error)[:200]}); "
             "measure a step of it instead"
         ) from error
 
@@ -114,7 +114,7 @@ class _Traced:
         self.current: BlockRecord | None = None
         self.returns_tuples = False
         # Whether the model's logits go to the cross entropy as they are.
-        self.is_plain_loop = run.cp == 1 and run.logits_dtype in (None, run.param_dtype)
+        self.is_plain_loop = not run.shares_rows and run.logits_dtype in (None, run.param_dtype)
         self.at: dict[str, int] = {}  # moments of the ledger
         self.outputs = self.head_gradients = 0
 
@@ -175,12 +175,12 @@ class _Traced:
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The loss from logits in full."""
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
-        if not self.is_plain_loop and self.run.cp == 1:
+        if not (self.is_plain_loop or self.run.shares_rows):
             logits, ids = logits[:, :-1], ids[:, 1:]
         # Where ranks share rows, it is computed in float32 at least.
         shared = torch.promote_types(self.run.param_dtype, torch.float32)
         wide = (
-            logits if self.is_plain_loop else logits.to(shared if self.run.cp > 1 else self.run.logits_dtype)
+            logits if self.is_plain_loop else logits.to(shared if self.run.shares_rows else self.run.logits_dtype)
         )
         return F.cross_entropy(wide.flatten(0, 1), ids.flatten(), reduction="sum")
 
