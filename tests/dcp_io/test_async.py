@@ -16,7 +16,7 @@ import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io import folder
 from tests.harness.models import full, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything, make_adamw, make_model, this_rank, train
 from tests.simulated.ranks import run_simulated
 
@@ -111,19 +111,16 @@ def _best(root: str, model: Any) -> None:
     assert [i.step for i in fs.find_checkpoints(root)] == [4, 9]  # of two equal ones the newer
 
 
-def _async(root: str) -> None:
+@pytest.mark.accelerator
+@on_ranks(2)
+def test_async_saves_on_two_ranks(tmp_path: Path) -> None:
     model = make_model(1, {})
     optimizer = make_adamw(model)
     train(model, optimizer, 0, 1)
-    _snapshot_is_of_the_moment(root, model, optimizer)
-    _one_at_a_time(root, model, optimizer)
-    _errors_are_raised_once_on_all_ranks(root, model, optimizer)
-    _best(f"{root}/best", model)
-
-
-@pytest.mark.accelerator
-def test_async_saves_on_two_ranks(tmp_path: Path) -> None:
-    run_distributed(_async, 2, str(tmp_path))
+    _snapshot_is_of_the_moment(tmp_path, model, optimizer)
+    _one_at_a_time(tmp_path, model, optimizer)
+    _errors_are_raised_once_on_all_ranks(tmp_path, model, optimizer)
+    _best(f"{tmp_path}/best", model)
 
 
 PROGRAM = """

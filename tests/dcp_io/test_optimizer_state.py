@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import (
     HSDP,
     assert_same,
@@ -62,16 +62,13 @@ def _round_trip(path: str, kind: str) -> None:
     assert train(target, fresh, 2, 2) == losses
 
 
-def _kinds(folder: str) -> None:
-    for kind in KINDS:
-        _round_trip(f"{folder}/{kind}", kind)
-    model, fused = _made("fused")
-    fs.load_checkpoint(f"{folder}/adamw", model=model, optimizer=[fused])  # alone and in a list it is one
-    assert fused.param_groups[0]["fused"] is True, "how it is computed stays the optimizer's own"
-
-
+@on_ranks(2)
 def test_every_kind_of_optimizer_goes_on_as_it_was(tmp_path: Path) -> None:
-    run_distributed(_kinds, 2, str(tmp_path))
+    for kind in KINDS:
+        _round_trip(f"{tmp_path}/{kind}", kind)
+    model, fused = _made("fused")
+    fs.load_checkpoint(f"{tmp_path}/adamw", model=model, optimizer=[fused])  # alone and in a list it is one
+    assert fused.param_groups[0]["fused"] is True, "how it is computed stays the optimizer's own"
 
 
 def _refused_loads(step: str, model: Any, cases: list[tuple[Any, str]]) -> None:
@@ -82,11 +79,12 @@ def _refused_loads(step: str, model: Any, cases: list[tuple[Any, str]]) -> None:
     assert_same(everything(model), before)
 
 
-def _mismatches(folder: str) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = make_model(1, {}, family="llama")
     optimizer = make_adamw(model)
     train(model, optimizer, 0, 1)
-    step = fs.save_checkpoint(folder, 0, model=model, optimizer=optimizer).path
+    step = fs.save_checkpoint(tmp_path, 0, model=model, optimizer=optimizer).path
     parameters = [p for p in model.parameters() if p.requires_grad]
     _refused_loads(
         str(step),
@@ -98,14 +96,10 @@ def _mismatches(folder: str) -> None:
         ],
     )
     with pytest.raises(ValueError, match="not the model's"):
-        fs.save_checkpoint(folder, 1, model=make_model(3, {}), optimizer=optimizer)
+        fs.save_checkpoint(tmp_path, 1, model=make_model(3, {}), optimizer=optimizer)
     optimizer.state[parameters[0]]["row"] = torch.zeros(3)
     with pytest.raises(ValueError, match="sharded again"):
-        fs.save_checkpoint(folder, 1, model=model, optimizer=optimizer)
-
-
-def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    run_distributed(_mismatches, 2, str(tmp_path))
+        fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
 
 
 # --- Muon for matrices and AdamW for the rest, in one checkpoint --------------------------------------------

@@ -18,7 +18,7 @@ from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
 from tests.harness.models import VOCAB, full, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
 LENGTHS = [[[9, 3], [12, 1]], [[4, 7], [2, 10]], [[5], [8, 8]], [[11, 2], [6]]]
@@ -153,20 +153,17 @@ def test_what_cannot_be_watched_is_refused() -> None:
     assert again == load
 
 
-def _check_bias_under_bfloat16_compute(folder: Path) -> None:
-    tf.AutoModelForCausalLM.from_config(_with_biases().config).save_pretrained(folder)
-    plain = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+@on_ranks(1)
+def test_biases_stay_in_float32_as_in_a_plain_model(tmp_path: Path) -> None:
+    tf.AutoModelForCausalLM.from_config(_with_biases().config).save_pretrained(tmp_path)
+    plain = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     expected = {name: buffer.dtype for name, buffer in plain.named_buffers()}
     assert torch.float32 in {d for name, d in expected.items() if name.endswith("correction_bias")}
     for model in (
-        fs.load_pretrained(folder, mesh=mesh_here()),
+        fs.load_pretrained(tmp_path, mesh=mesh_here()),
         fs.shard_model(_with_biases(), mesh=mesh_here()),
     ):
         assert {name: buffer.dtype for name, buffer in model.named_buffers()} == expected
-
-
-def test_biases_stay_in_float32_as_in_a_plain_model(tmp_path: Path) -> None:
-    run_distributed(_check_bias_under_bfloat16_compute, 1, tmp_path)
 
 
 def test_what_a_copy_computes_beside_the_model_is_not_counted() -> None:
@@ -305,7 +302,9 @@ def test_experts_with_biases_are_as_exact_as_eager_ones(dtype: torch.dtype) -> N
     assert (chosen == "eager") == (max(ratios) > 2), (chosen, ratios)
 
 
-def _check_sharded() -> None:
+@pytest.mark.accelerator
+@on_ranks(2)
+def test_of_a_sharded_model() -> None:
     model = _mixture()
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}
     fs.shard_model(model.to(device_here()), mesh=mesh_here())
@@ -319,8 +318,3 @@ def _check_sharded() -> None:
     assert fs.prepare_experts(model) == "grouped_mm"
     with torch.no_grad():
         assert torch.equal(model(input_ids=rows).logits, before)
-
-
-@pytest.mark.accelerator
-def test_of_a_sharded_model() -> None:
-    run_distributed(_check_sharded, 2)

@@ -20,7 +20,7 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny, tensors_of
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.quantised_folders import mxfp4_folder
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import assert_same
 
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "mixtral", "gpt2", "gemma3", "t5", "bert"]
@@ -151,14 +151,15 @@ def _refusals(folder: str) -> None:
         assert torch.equal(before[name], tensor)
 
 
-def _what_training_changed(folder: str) -> None:
+@on_ranks(2)
+def test_the_config_is_that_of_the_weights(tmp_path: Path) -> None:
     """What checkpointing turned off is on in the config, and it says whether the weights are tied."""
     import transformers as tf
 
     model = tiny_model("qwen2-tied")
     fs.apply_sac(model, "1/2")
     fs.shard_model(model, mesh=mesh_here())
-    out = fs.export_hf(model, f"{folder}/tied")
+    out = fs.export_hf(model, f"{tmp_path}/tied")
     assert model.config.use_cache is False
     if torch.distributed.get_rank() == 0:
         config = _json(out / "config.json")
@@ -169,16 +170,12 @@ def _what_training_changed(folder: str) -> None:
     apart.generation_config = None
     head = apart.lm_head.weight.detach().clone()
     fs.shard_model(apart, mesh=mesh_here())
-    out = fs.export_hf(apart, f"{folder}/apart", dtype=torch.float32)
+    out = fs.export_hf(apart, f"{tmp_path}/apart", dtype=torch.float32)
     if torch.distributed.get_rank() == 0:
         assert _json(out / "config.json")["tie_word_embeddings"] is False
         loaded = tf.AutoModelForCausalLM.from_pretrained(out)
         assert torch.equal(loaded.lm_head.weight, head)
         assert not torch.equal(loaded.get_input_embeddings().weight, head)
-
-
-def test_the_config_is_that_of_the_weights(tmp_path: Path) -> None:
-    run_distributed(_what_training_changed, 2, str(tmp_path))
 
 
 # A dtype that its modules ask for; layers without positions; an infinity in the config; names renamed
@@ -200,13 +197,10 @@ def test_a_class_of_its_own_kind(name: str, tmp_path: Path) -> None:
     assert difference(model, plain(tmp_path / "out", dtype=torch.bfloat16)) == []
 
 
-def _others(folder: str) -> None:
-    _other_tensors(f"{folder}/tensors")
-    _refusals(f"{folder}/refusals")
-
-
+@on_ranks(2)
 def test_other_tensors_and_refusals(tmp_path: Path) -> None:
-    run_distributed(_others, 2, str(tmp_path))
+    _other_tensors(f"{tmp_path}/tensors")
+    _refusals(f"{tmp_path}/refusals")
 
 
 def _shared_head(model: Any) -> None:
@@ -249,19 +243,16 @@ def _same(model: Any, folder: Path, dtype: torch.dtype | None = torch.bfloat16) 
     assert_same(found, tensors_of(folder))
 
 
-def _check_handed(folder: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 3])
+@on_ranks()
+def test_they_are_those_of_an_export(ranks: int, tmp_path: Path) -> None:
     for family in HANDED:
         model = tiny_model(family)
-        _same(model, folder / f"{family}-plain", None)
+        _same(model, tmp_path / f"{family}-plain", None)
         fs.shard_model(model, mesh=mesh_here())
-        _same(model, folder / family)
+        _same(model, tmp_path / family)
         fs.evaluate(model, ragged_batches(1))
-        _same(model, folder / f"{family}-float32", torch.float32)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_they_are_those_of_an_export(ranks: int, tmp_path: Path) -> None:
-    run_distributed(_check_handed, ranks, tmp_path)
+        _same(model, tmp_path / f"{family}-float32", torch.float32)
 
 
 def _check_shared(folder: Path, options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import fsdp_sft as fs
 from fsdp_sft.export import target as target_module
 from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -144,8 +144,9 @@ def test_a_folder_in_which_an_exchange_failed_has_no_configuration(
     assert os.listdir(tmp_path) == ["out"]
 
 
-def _meanwhile(folder: str) -> None:
-    rank, out = torch.distributed.get_rank(), Path(folder, "out")
+@on_ranks(2)
+def test_ranks_go_to_one_place(tmp_path: Path) -> None:
+    rank, out = torch.distributed.get_rank(), Path(tmp_path, "out")
     assert fs.check_export(out) == out
     model = fs.shard_model(tiny_model("llama", seed=3), mesh=mesh_here())
     torch.distributed.barrier()
@@ -156,10 +157,6 @@ def _meanwhile(folder: str) -> None:
         fs.check_export(out)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert fs.export_hf(model, out) == Path(folder, "out-2"), "the same on all ranks"
+        assert fs.export_hf(model, out) == Path(tmp_path, "out-2"), "the same on all ranks"
     assert len([w for w in caught if "written to" in str(w.message)]) == (rank == 0)
     assert fs.export_hf(model, out, overwrite=True) == out
-
-
-def test_ranks_go_to_one_place(tmp_path: Path) -> None:
-    run_distributed(_meanwhile, 2, str(tmp_path))

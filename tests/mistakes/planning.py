@@ -62,7 +62,7 @@ MISTAKES = [
     Mistake(
         "the fewest GPUs share out no experts",
         "planner/search.py",
-        "run.dp_replicate * run.cp * run.ep_size << doublings",
+        "run.dp_replicate * run.exchange_ranks << doublings",
         "run.dp_replicate * run.cp << doublings",
         ("tests/planner/test_search.py::test_plans_in_which_ranks_share_out_experts",),
     ),

@@ -17,7 +17,7 @@ from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, save_tiny
 from tests.harness.models import TINY, full, largest_error, oracle_loss, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything, spread
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
@@ -92,7 +92,8 @@ def _freeze(model: Any, how: str) -> Any:
     return model
 
 
-def _frozen_parts_like_the_oracle(folder: str) -> None:
+@on_ranks(2)
+def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     for how in ("embedding", "lower half"):
@@ -101,21 +102,17 @@ def _frozen_parts_like_the_oracle(folder: str) -> None:
         model = _sharded(_freeze(tiny_model("llama", dtype=torch.float64), how))
         optimizer = _optimizer(model)
         losses = _train(model, optimizer, 0, 3)
-        fs.save_checkpoint(f"{folder}/{how}", 3, model=model, optimizer=optimizer)
+        fs.save_checkpoint(f"{tmp_path}/{how}", 3, model=model, optimizer=optimizer)
         resumed = _sharded(_freeze(tiny_model("llama", seed=5, dtype=torch.float64), how))
         optimizer = _optimizer(resumed)
-        assert fs.load_checkpoint(f"{folder}/{how}", model=resumed, optimizer=optimizer).step == 3
+        assert fs.load_checkpoint(f"{tmp_path}/{how}", model=resumed, optimizer=optimizer).step == 3
         losses += _train(resumed, optimizer, 3)
         _assert_equals_oracle(resumed, losses, oracle, expected)
         _assert_frozen_cost_nothing(resumed, optimizer)
-        out = fs.export_hf(resumed, f"{folder}/{how} exported", dtype=torch.float64)
+        out = fs.export_hf(resumed, f"{tmp_path}/{how} exported", dtype=torch.float64)
         exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
         for name, parameter in oracle.named_parameters():
             assert float((exported.get_parameter(name) - parameter).abs().max()) <= 1e-9, name
-
-
-def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
-    run_distributed(_frozen_parts_like_the_oracle, 2, str(tmp_path))
 
 
 def _answers(folder: str) -> None:

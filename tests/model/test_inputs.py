@@ -18,7 +18,7 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, batch_of, plain_gradients, rows_of
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.multimodal import CONFIGS, tiny
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 LENGTHS = [6, 15, 1, 9]
 
@@ -55,7 +55,9 @@ def test_models_of_text_are_left_alone() -> None:
     assert no_cache(torch.nn.Linear(2, 2)) == {}
 
 
-def _check_step(family: str, cp: int) -> None:
+@pytest.mark.parametrize(("family", "cp"), [*((f, 2) for f in CONFIGS), ("qwen3-vl", 1), ("llava", 1)])
+@on_ranks(2)
+def test_packs_train_as_rows_alone(family: str, cp: int) -> None:
     model = _spread_out(family)
     oracle = copy.deepcopy(model)
     fs.freeze_towers(model)
@@ -73,11 +75,6 @@ def _check_step(family: str, cp: int) -> None:
     moved = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}
     assert not any(moved.pop(name).any() for name in moved.keys() - gradients.keys())
     assert largest_error(moved, gradients) <= 2e-4
-
-
-@pytest.mark.parametrize(("family", "cp"), [*((f, 2) for f in CONFIGS), ("qwen3-vl", 1), ("llava", 1)])
-def test_packs_train_as_rows_alone(family: str, cp: int) -> None:
-    run_distributed(_check_step, 2, family, cp)
 
 
 # --- ids without a row are refused on the host, on all ranks, before anything has changed ------------------

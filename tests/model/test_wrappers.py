@@ -16,7 +16,7 @@ import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 
 class _FabricModule(nn.Module):
@@ -47,7 +47,17 @@ WRAPPERS = {
 }
 
 
-def _check_wrapped(folder: str, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["ddp", "ddp, unused", "ddp, static", "fabric"],
+        # Dynamo compiles DDP's hooks; accelerate takes seconds to import in each rank.
+        pytest.param(["compiled", "accelerate"], marks=pytest.mark.slow),
+    ],
+    ids=["torch", "others"],
+)
+@on_ranks(2, timeout=240)
+def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path: Path) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = ragged_batches(2 * ranks)  # unequal targets, and none in the last
     for kind, wrap in [(kind, WRAPPERS[kind]) for kind in kinds]:
@@ -70,29 +80,17 @@ def _check_wrapped(folder: str, kinds: list[str]) -> None:
             assert largest_error(actual, expected) <= 1e-5, (kind, grad_sync)
         if kind not in ("ddp", "fabric"):
             continue
-        fs.save_checkpoint(f"{folder}/{kind}", 1, model=model, optimizer=optimizer)
+        fs.save_checkpoint(f"{tmp_path}/{kind}", 1, model=model, optimizer=optimizer)
         other = tiny_model("llama", seed=5)
-        fs.load_checkpoint(f"{folder}/{kind}", model=other)
+        fs.load_checkpoint(f"{tmp_path}/{kind}", model=other)
         for name, parameter in other.named_parameters():
             assert torch.equal(parameter, full(inner.get_parameter(name))), (kind, name)
-        fs.load_checkpoint(f"{folder}/{kind}", model=wrap(tiny_model("llama", seed=6).to(device_here())))
-        assert (fs.export_hf(model, f"{folder}/{kind}-hf") / "config.json").is_file()
+        fs.load_checkpoint(f"{tmp_path}/{kind}", model=wrap(tiny_model("llama", seed=6).to(device_here())))
+        assert (fs.export_hf(model, f"{tmp_path}/{kind}-hf") / "config.json").is_file()
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        ["ddp", "ddp, unused", "ddp, static", "fabric"],
-        # Dynamo compiles DDP's hooks; accelerate takes seconds to import in each rank.
-        pytest.param(["compiled", "accelerate"], marks=pytest.mark.slow),
-    ],
-    ids=["torch", "others"],
-)
-def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path: Path) -> None:
-    run_distributed(_check_wrapped, 2, str(tmp_path), kinds, timeout=240)
-
-
-def _check_a_part_of_the_ranks() -> None:
+@on_ranks(4)
+def test_a_process_group_of_some_ranks_is_refused() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     on_device = tiny_model("llama").to(device_here())
@@ -112,10 +110,6 @@ def _check_a_part_of_the_ranks() -> None:
             pytest.fail(name)
 
 
-def test_a_process_group_of_some_ranks_is_refused() -> None:
-    run_distributed(_check_a_part_of_the_ranks, 4)
-
-
 def _calls(model: nn.Module) -> list[Any]:
     batch = ragged_batches(1)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -132,7 +126,8 @@ def _calls(model: nn.Module) -> list[Any]:
     ]
 
 
-def _check_refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_followed_is_refused_by_name() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     class DeepSpeedEngine(_FabricModule):
@@ -156,7 +151,3 @@ def _check_refused() -> None:
     both = DistributedDataParallel(tiny_model("llama"))
     with pytest.raises(fs.UnsupportedModelError, match="already"):
         fs.shard_model(both, mesh=mesh_here())
-
-
-def test_what_cannot_be_followed_is_refused_by_name() -> None:
-    run_distributed(_check_refused, 2)

@@ -24,7 +24,7 @@ from tests.harness.composed import composed
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import assert_same
 
 BF16 = torch.bfloat16
@@ -309,15 +309,12 @@ def test_train_save_and_go_on_bit_for_bit(tmp_path: Path, offload: bool) -> None
     run_distributed(_save_and_go_on, 2, tmp_path, {}, offload)
 
 
-def _other_seeds() -> None:
+@on_ranks(2)
+def test_other_seeds_on_other_ranks_are_refused() -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), master_dtype=BF16)
     optimizer = fs.StochasticAdamW(model.parameters(), seed=dist.get_rank())
     with pytest.raises(fs.BatchError, match=r"seed=0 of group 0 .* and seed=1 of group 0"):
         fs.train_step(model, _windows(1)[0], optimizer)
-
-
-def test_other_seeds_on_other_ranks_are_refused() -> None:
-    run_distributed(_other_seeds, 2)
 
 
 # --- stochastic rounding beside exact arithmetic on Python's integers and fractions ------------------------

@@ -16,7 +16,7 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, state_of, tensors_of
 from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder, quantised
 from tests.harness.quantised_weights import FORMATS, fp8_block, int4
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 # Rows and columns that neither blocks of 128 nor 3 ranks divide.
 SIZES = {
@@ -39,23 +39,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _load(root: Path, mesh_shape: dict[str, int]) -> None:
-    mesh = mesh_here(**mesh_shape)
-    for name in FORMATS:
-        model: Any = composed(root / name / "stored", mesh=mesh)
-        assert difference(model, plain(root / name / "published")) == [], name
-        assert not hasattr(model.config, "quantization_config")
-        assert {"bf16", *model.load_report.formats} == set(model.load_report.formats)
-        assert len(model.load_report.formats) == 2, name
-
-
 @pytest.mark.parametrize(
     ("ranks", "mesh_shape"),
     [(2, {}), (3, {}), (4, HYBRID)],
     ids=["2", "3", "hybrid"],
 )
+@on_ranks()
 def test_every_format(folders: Path, ranks: int, mesh_shape: dict[str, int]) -> None:
-    run_distributed(_load, ranks, folders, mesh_shape)
+    mesh = mesh_here(**mesh_shape)
+    for name in FORMATS:
+        model: Any = composed(folders / name / "stored", mesh=mesh)
+        assert difference(model, plain(folders / name / "published")) == [], name
+        assert not hasattr(model.config, "quantization_config")
+        assert {"bf16", *model.load_report.formats} == set(model.load_report.formats)
+        assert len(model.load_report.formats) == 2, name
 
 
 # Whose rows have no bytes of their own, but blocks that go on in the next row.
@@ -72,30 +69,27 @@ def _frozen(folder: Path, mesh: Any, frozen_dtype: str) -> Any:
     return model
 
 
-def _stay_packed(root: Path, mesh_shape: dict[str, int]) -> None:
+@pytest.mark.parametrize(("ranks", "mesh_shape"), [(2, {}), (3, {}), (4, HYBRID)], ids=["2", "3", "hybrid"])
+@on_ranks()
+def test_every_format_stays_packed_or_is_refused(
+    folders: Path, ranks: int, mesh_shape: dict[str, int]
+) -> None:
     mesh = mesh_here(**mesh_shape)
     for name in FORMATS:
         if name in NO_ROWS:
             with pytest.raises(fs.CheckpointMismatchError, match=r"'nf4' packs it anew"):
-                _frozen(root / name / "stored", mesh, "stored")
-            assert "nf4" in fs.describe_sharding(_frozen(root / name / "stored", mesh, "nf4"))
+                _frozen(folders / name / "stored", mesh, "stored")
+            assert "nf4" in fs.describe_sharding(_frozen(folders / name / "stored", mesh, "nf4"))
             continue
-        model = _frozen(root / name / "stored", mesh, "stored")
+        model = _frozen(folders / name / "stored", mesh, "stored")
         assert "packed: 7 weights" in fs.describe_sharding(model), name
-        oracle = plain(root / name / "published")
+        oracle = plain(folders / name / "published")
         held, expected = state_of(model), state_of(oracle)
         assert held.keys() == expected.keys()
         assert all(torch.equal(held[key], value) for key, value in expected.items()), name
         ids = torch.arange(3, 19)[None]
         computed = model(input_ids=ids.to(device_here())).logits.cpu()
         assert torch.allclose(computed, oracle(input_ids=ids).logits, rtol=1e-4, atol=1e-5), name
-
-
-@pytest.mark.parametrize(("ranks", "mesh_shape"), [(2, {}), (3, {}), (4, HYBRID)], ids=["2", "3", "hybrid"])
-def test_every_format_stays_packed_or_is_refused(
-    folders: Path, ranks: int, mesh_shape: dict[str, int]
-) -> None:
-    run_distributed(_stay_packed, ranks, folders, mesh_shape)
 
 
 def _experts(root: Path, columns: bool) -> None:

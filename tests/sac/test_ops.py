@@ -156,17 +156,14 @@ def _collectives(family: str, ratio: Any, order: str) -> dict[str, int]:
     return {name: count for name, count in counts.by_name.items() if name.startswith("c10d")}
 
 
-def _check_collectives() -> None:
+@on_ranks(2)
+def test_checkpointing_adds_no_collective() -> None:
     for family in ("llama", "mixtral", "gpt2", "t5"):
         plain = _collectives(family, 0, "f")
         assert len(plain) == 2, f"all-gathers and reduce-scatters, got {plain}"
         for ratio, order in itertools.product(("1/3", 1), ("sf", "fs")):
             counted = _collectives(family, ratio, order)
             assert counted == plain, (family, ratio, order, counted, plain)
-
-
-def test_checkpointing_adds_no_collective() -> None:
-    run_distributed(_check_collectives, 2)
 
 
 # --- gradients are those without it, bit by bit: families, ratios, ranks, orders, compile ------------------

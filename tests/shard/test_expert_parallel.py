@@ -19,7 +19,7 @@ from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
 from tests.harness.native import load_native, rows_of_rank, save_mixture
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything
 
 # Each with 8 experts, so that 2 and 4 ranks have whole ones.
@@ -208,26 +208,23 @@ def _check_export(made: Path, original: Path, expected: dict[str, torch.Tensor])
     assert json.loads((made / "config.json").read_text()).get("distributed_config") is None
 
 
-def _check_loaded(folder: str, ep_size: int, replicas: int) -> None:
-    model = _load(folder, {"ours": ep_size, "dp_replicate_size": replicas})
+@pytest.mark.parametrize(("ep_size", "replicas"), [(2, 1), (4, 1), (2, 2)])
+@on_ranks(4)
+def test_each_rank_reads_its_own_experts_and_every_byte_is_read_once(
+    mixtral: str, ep_size: int, replicas: int
+) -> None:
+    model = _load(mixtral, {"ours": ep_size, "dp_replicate_size": replicas})
     report = model.load_report
     assert report.job_bytes_read == report.checkpoint_bytes
     mine = sum(local_of(p).nbytes for p in model.parameters())
     # With replicas one reads for both, tensor by tensor in turn.
     assert report.bytes_read == pytest.approx(mine / replicas, rel=0 if replicas == 1 else 0.2)
-    plain = load_native(folder, None)
+    plain = load_native(mixtral, None)
     state = plain.state_dict()
     found = {name: full(tensor) for name, tensor in model.state_dict().items()}
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert "efsdp" not in fs.describe_sharding(model).splitlines()[-1]
-
-
-@pytest.mark.parametrize(("ep_size", "replicas"), [(2, 1), (4, 1), (2, 2)])
-def test_each_rank_reads_its_own_experts_and_every_byte_is_read_once(
-    mixtral: str, ep_size: int, replicas: int
-) -> None:
-    run_distributed(_check_loaded, 4, mixtral, ep_size, replicas)
 
 
 def _check_refused(mixtral: str, without: str, dense: str) -> None:

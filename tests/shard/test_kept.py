@@ -16,7 +16,7 @@ from tests.harness.architectures import class_names, inputs_for, quiet, save_all
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain
 from tests.harness.models import full
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 # One of each way: a module that owns one such parameter (Flint) or beside others (Inkling's
 # router), a convolution used by its weight (BailingHybrid, Inkling), buffers computed in bf16 (MiniMax), made
@@ -124,7 +124,8 @@ def test_they_train_as_plain_transformers_does(
     assert wrong == {}
 
 
-def _logits_of_mambas() -> None:
+@on_ranks(2)
+def test_a_head_that_is_asked_for_its_dtype_before_it_is_gathered() -> None:
     ids = torch.arange(3, 19).view(2, 8)
     for name in ("MambaForCausalLM", "Mamba2ForCausalLM"):
         model = tiny_architecture(name)
@@ -132,7 +133,3 @@ def _logits_of_mambas() -> None:
         fs.shard_model(model, mesh=mesh_here())
         logits = model(input_ids=ids, use_cache=False).logits.cpu()
         torch.testing.assert_close(logits, expected, rtol=0.0, atol=0.1)
-
-
-def test_a_head_that_is_asked_for_its_dtype_before_it_is_gathered() -> None:
-    run_distributed(_logits_of_mambas, 2)

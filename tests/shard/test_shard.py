@@ -18,12 +18,13 @@ import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
 
 
-def _check_masters() -> None:
+@on_ranks(2)
+def test_float32_masters_and_bfloat16_compute() -> None:
     for family in ("llama", "qwen2-tied", "gpt2"):
         plain = tiny_model(family, dtype=torch.bfloat16)
         buffers = {name: b.clone() for name, b in plain.named_buffers()}
@@ -49,11 +50,8 @@ def _check_masters() -> None:
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_float32_masters_and_bfloat16_compute() -> None:
-    run_distributed(_check_masters, 2)
-
-
-def _check_frozen() -> None:
+@on_ranks(2)
+def test_frozen_parameters_keep_their_dtype_or_take_the_one_asked_for() -> None:
     for frozen_dtype, expected in ((None, torch.bfloat16), (torch.float16, torch.float16)):
         model = tiny_model("llama", dtype=torch.bfloat16)
         model.model.embed_tokens.requires_grad_(False)
@@ -65,16 +63,13 @@ def _check_frozen() -> None:
         assert result.skipped is False
 
 
-def test_frozen_parameters_keep_their_dtype_or_take_the_one_asked_for() -> None:
-    run_distributed(_check_frozen, 2)
-
-
 def _own_loss_gradients(model: Any, batch: Any) -> dict[str, torch.Tensor]:
     model(**batch).loss.backward()
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _check_own_losses() -> None:
+@on_ranks(2)
+def test_encoder_decoders_and_classifiers_train_with_their_own_loss() -> None:
     for family in ("t5", "bert"):
         batch = dict(ragged_batches(2)[0])
         if family == "bert":
@@ -93,10 +88,6 @@ def _check_own_losses() -> None:
         else:
             with pytest.raises(ValueError, match=r"cannot be compared.*loss_fn"):
                 fs.causal_lm_loss(model, ragged_batches(2)[0], num_targets=1)
-
-
-def test_encoder_decoders_and_classifiers_train_with_their_own_loss() -> None:
-    run_distributed(_check_own_losses, 2)
 
 
 class SharedLayer(nn.Module):
@@ -125,7 +116,8 @@ class SharedModel(nn.Module):
         return x
 
 
-def _check_tied_across_blocks() -> None:
+@on_ranks(2, timeout=60)
+def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
     torch.manual_seed(0)
     plain = SharedModel().double()
     ids = torch.arange(6).view(2, 3)
@@ -141,11 +133,8 @@ def _check_tied_across_blocks() -> None:
     assert model.layers[0].shared.weight is model.layers[2].shared.weight
 
 
-def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
-    run_distributed(_check_tied_across_blocks, 2, timeout=60)
-
-
-def _check_kept_in_float32() -> None:
+@on_ranks(2)
+def test_modules_kept_in_float32_are_honoured_or_named() -> None:
     batch = {name: tensor.to(device_here()) for name, tensor in ragged_batches(2)[0].items()}
     for dtype, attribute in (
         (torch.bfloat16, "_keep_in_fp32_modules_strict"),
@@ -179,11 +168,8 @@ def _check_kept_in_float32() -> None:
     assert all("encoder.block.*.layer.*.DenseReluDense.wo.weight" in text for text in named)
 
 
-def test_modules_kept_in_float32_are_honoured_or_named() -> None:
-    run_distributed(_check_kept_in_float32, 2)
-
-
-def _check_refusals() -> None:
+@on_ranks(4)
+def test_what_cannot_be_sharded_is_refused() -> None:
     mesh, llama, broken = mesh_here(), tiny_model("llama"), tiny_model("llama")
     others = fs.find_blocks(tiny_model("llama"))
     sharded = fs.shard_model(tiny_model("llama"), mesh=mesh)
@@ -199,10 +185,6 @@ def _check_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_what_cannot_be_sharded_is_refused() -> None:
-    run_distributed(_check_refusals, 4)
 
 
 def _check_description() -> str:
@@ -229,7 +211,8 @@ def test_description_lists_groups_with_local_bytes() -> None:
     assert "mesh (dp_replicate=2, dp_shard=2)" in lines[-1]
 
 
-def _check_nested_groups() -> None:
+@on_ranks(2)
+def test_groups_within_groups_train_the_same() -> None:
     plain = tiny_model("llama", dtype=torch.float64)
     batch = ragged_batches(2)[0]
     expected = _own_loss_gradients(copy.deepcopy(plain), batch)
@@ -239,10 +222,6 @@ def _check_nested_groups() -> None:
         plain, mesh=mesh_here(), mp_policy=FLOAT32, master_dtype=torch.float64, blocks=blocks
     )
     assert largest_error(_own_loss_gradients(model, batch), expected) < 1e-10
-
-
-def test_groups_within_groups_train_the_same() -> None:
-    run_distributed(_check_nested_groups, 2)
 
 
 def test_a_72b_model_shards_over_64_fake_ranks_in_one_process(tmp_path: Path) -> None:

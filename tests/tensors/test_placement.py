@@ -12,7 +12,7 @@ import fsdp_sft as fs
 from fsdp_sft.shard import units
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model, windows_of_rank
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 EXPERTS = 3  # uneven over 2 and over 4 ranks
 
@@ -77,7 +77,9 @@ def test_training_is_that_with_first_dimensions(tmp_path: Path) -> None:
         assert torch.equal(weight, found[2][name]), name
 
 
-def _disordered(folder: str) -> None:
+@on_ranks(2)
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused(tmp_path: Path) -> None:
+    """FSDP2 cuts by the rank in the group, DTensor says the coordinate in the mesh."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -87,20 +89,16 @@ def _disordered(folder: str) -> None:
     model = tiny_model("llama")  # of a caller's own
     fully_shard(model, mesh=mesh)
     for action in (
-        lambda: fs.save_checkpoint(folder, 1, model=model),
-        lambda: fs.save_full_state_dict(model, f"{folder}/full.safetensors"),
-        lambda: fs.export_hf(model, f"{folder}/export"),
+        lambda: fs.save_checkpoint(tmp_path, 1, model=model),
+        lambda: fs.save_full_state_dict(model, f"{tmp_path}/full.safetensors"),
+        lambda: fs.export_hf(model, f"{tmp_path}/export"),
     ):
         with pytest.raises(ValueError, match="do not ascend"):
             action()
 
 
-def test_a_mesh_whose_ranks_do_not_ascend_is_refused(tmp_path: Path) -> None:
-    """FSDP2 cuts by the rank in the group, DTensor says the coordinate in the mesh."""
-    run_distributed(_disordered, 2, str(tmp_path))
-
-
-def _smaller_mesh() -> None:
+@on_ranks(4)
+def test_a_smaller_mesh_after_forward_keeps_first_dimensions() -> None:
     """What stays on fewer ranks after a forward is a run of bytes: first dimensions only, and right."""
     gradients = []
     for reshard in (True, 2):
@@ -112,7 +110,3 @@ def _smaller_mesh() -> None:
         fs.loss_sum(model, batch)[0].backward()
         gradients.append({name: full(p.grad) for name, p in model.named_parameters()})
     assert largest_error(*gradients) < 1e-6
-
-
-def test_a_smaller_mesh_after_forward_keeps_first_dimensions() -> None:
-    run_distributed(_smaller_mesh, 4)

@@ -96,8 +96,8 @@ def _trace(skeleton: Skeleton, run: Run) -> Trace:
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
             f"a step of model type {skeleton.model.config.model_type!r} (loss_impl={run.loss_impl!r}, "
-            f"{run.exchange_ranks} ranks that exchange) cannot be followed without values ({type(error).__name__}: {str(error)[:200]}); "
-            "measure a step of it instead"
+            f"{run.exchange_ranks} ranks that exchange) cannot be followed without values "
+            f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
         ) from error
 
 
@@ -180,7 +180,9 @@ class _Traced:
         # Where ranks share rows, it is computed in float32 at least.
         shared = torch.promote_types(self.run.param_dtype, torch.float32)
         wide = (
-            logits if self.is_plain_loop else logits.to(shared if self.run.shares_rows else self.run.logits_dtype)
+            logits
+            if self.is_plain_loop
+            else logits.to(shared if self.run.shares_rows else self.run.logits_dtype)
         )
         return F.cross_entropy(wide.flatten(0, 1), ids.flatten(), reduction="sum")
 
