@@ -110,7 +110,7 @@ def test_8b_on_one_card_of_24_gb() -> None:
         last = _advice(LLAMA_8B, 1, "mine=12,165,1008", **options)
         assert "--lora 16 --frozen-dtype nf4" in last
     line = _advice(LLAMA_8B, 1, "4090")
-    assert ": --lora 16; " in line
+    assert ": lora_rank=16 (--lora 16); " in line
     assert "nf4" not in line, "a base is not rounded where adapters on another fit"
 
 
@@ -123,7 +123,7 @@ def test_the_largest_mixtures_on_one_node_as_they_are_published() -> None:
     assert packed.peak_bytes < plain.peak_bytes < usable
     assert packed.breakdown["parameters (shards)"] < 0.3 * plain.breakdown["parameters (shards)"]
     line = _advice(_deepseek_v4_flash(), 8, "h100")
-    assert "--lora 16 --frozen-dtype stored; " in line
+    assert "(--lora 16 --frozen-dtype stored); " in line
     assert "nf4" not in line
     memory = fs.estimate_memory(_deepseek_v4_flash(), fs.Run(**JOB, lora_rank=16, frozen_dtype="stored"))
     assert "assumed from the config alone" in memory.notes[0]

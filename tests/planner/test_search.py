@@ -93,7 +93,7 @@ def test_where_nothing_fits_the_error_says_what_would() -> None:
     job: dict[str, Any] = {"gpu_memory_bytes": 80 * 10**9, "seq_length": 4096}
     with pytest.raises(NoPlanError, match=r"nothing fits on 8 x 74\.5 GiB") as caught:
         plan_run(QWEN_72B, num_gpus=8, global_batch_size=8, **job)
-    found = re.search(r"; (\d+) such GPUs \(--gpus \1\); ", str(caught.value))
+    found = re.search(r"; num_gpus=(\d+) \(--gpus \1\); ", str(caught.value))
     assert found is not None
     fewest = int(found[1])
     assert plan_run(QWEN_72B, num_gpus=fewest, global_batch_size=fewest, **job)
@@ -283,7 +283,7 @@ def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
 def test_a_row_that_does_not_fit_alone_is_shared() -> None:
     options: dict[str, Any] = {"num_gpus": 8, "gpu_memory_bytes": 76 * 10**9, "seq_length": 131072}
     options |= {"attention_mask": False, "compile": False}
-    with pytest.raises(NoPlanError, match=r"What would fit: --cp 8;"):
+    with pytest.raises(NoPlanError, match=r"What would fit: cp=8 \(--cp 8\);"):
         plan_run(QWEN_14B, **options, global_batch_size=8)
     plans = plan_run(QWEN_14B, **options, global_batch_size=8, cp=4)
     assert {(plan.run.cp, plan.run.micro_batch_size * plan.run.grad_accum_steps) for plan in plans} == {

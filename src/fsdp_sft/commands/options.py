@@ -80,7 +80,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print plans as JSON, and nothing else")
     add("--write", metavar="FILE", help="write plan 1 as a program for chats, to run as it is")
     flags = {action.dest: action.option_strings[0] for action in parser._actions}
-    parser.set_defaults(flags={name: flag for name, flag in flags.items() if flag != f"--{name}"})
+    parser.set_defaults(flags={name: flag for name, flag in flags.items() if flag not in (f"--{name}", "-h")})
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:

@@ -208,12 +208,14 @@ def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: 
         with contextlib.suppress(UnsupportedModelError, ValueError):  # the model may not allow it
             # A base is not rounded where adapters on another fit.
             if "--lora 16" not in " ".join(leaner) and _fits(config, replace(lean, **changes), memory_bytes):
-                leaner.append(option)
+                leaner.append(
+                    ", ".join(f"{name}={value!r}" for name, value in changes.items()) + f" ({option})"
+                )
     counts = (run.dp_replicate * run.exchange_ranks << doublings for doublings in range(13))
     runs = (replace(lean, num_gpus=count) for count in counts)
     fewest = next((one.num_gpus for one in runs if _fits(config, one, memory_bytes)), None)
     if fewest is not None:
-        leaner.append(f"{fewest} such GPUs (--gpus {fewest})")
+        leaner.append(f"num_gpus={fewest} (--gpus {fewest})")
     leaner.append(f"GPUs with {least.peak_bytes / GIB:.1f} GiB for tensors")
     return (
         f"nothing fits on {run.num_gpus} x {budget.memory_bytes / GIB:.1f} GiB, {budget}: the leanest way "
