@@ -34,9 +34,16 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "blocks of frozen towers count for a fraction of blocks",
         "_model/blocks.py",
-        " if not beside.fullmatch(name)}",
+        " if not within.fullmatch(name)}",
         "}",
         ("tests/model/test_towers.py",),
+    ),
+    Mistake(
+        "frozen towers are packed with a block around them",
+        "shard/packing.py",
+        "chosen = outside_frozen_towers(base, matrices_to_pack(",
+        "chosen = dict(matrices_to_pack(",
+        ("tests/model/test_towers.py::test_fractions_and_packing_leave_them_out",),
     ),
     Mistake(
         "towers are frozen and not said to be",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._model.blocks import towers_of
+from fsdp_sft.shard.packing import choose_packed
 from tests.harness.device import mesh_here
 from tests.harness.models import full, oracle_loss, ragged_batches, tiny_model
 from tests.harness.multimodal import CONFIGS, tiny
@@ -49,20 +50,26 @@ def test_frozen_in_16_bits_unless_told(tmp_path: Path) -> None:
     run_distributed(_by_default, 2, tmp_path)
 
 
-def test_fractions_count_blocks_of_text(tmp_path: Path) -> None:
+def test_fractions_and_packing_leave_them_out() -> None:
     model = tiny("llava")
     assert len(fs.find_blocks(model)) == 4
     fs.freeze_towers(model)
     assert fs.apply_sac(model, 1) == [f"model.language_model.layers.{i}" for i in range(2)]
     assert fs.apply_sac(model, "1/2") == ["model.language_model.layers.0"]
+    packed = choose_packed(model.requires_grad_(False), {"model": model.model}, "nf4", (), reshard=True)
+    assert set() < packed < {id(parameter) for parameter in model.model.language_model.parameters()}
 
 
 @pytest.mark.parametrize("given", [None, ["o_proj"], ".*layers.1.*"])
-def test_adapters_are_not_put_into_them(given: Any) -> None:
+def test_adapters_are_not_put_into_them_or_frozen_with_them(given: Any) -> None:
     peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
     config = peft.LoraConfig(target_modules=["q_proj", "o_proj"], r=2, exclude_modules=given)
     everywhere = fs.add_adapters(tiny("mistral3"), config)
     assert any("vision_tower" in name and "lora_" in name for name, _ in everywhere.named_parameters())
+    fs.freeze_towers(everywhere)
+    trained = [name for name, p in everywhere.named_parameters() if p.requires_grad]
+    assert trained
+    assert not [name for name in trained if "vision_tower" in name]
     model = tiny("mistral3")
     fs.freeze_towers(model)
     adapted = {name for name, _ in fs.add_adapters(model, config).named_parameters() if "lora_" in name}
@@ -71,15 +78,6 @@ def test_adapters_are_not_put_into_them(given: Any) -> None:
     assert any("o_proj" in name for name in adapted) == (given != ["o_proj"])
     assert any("layers.1" in name for name in adapted) == (given != ".*layers.1.*")
     assert config.exclude_modules == (set(given) if isinstance(given, list) else given), "as it was"
-
-
-def test_adapters_that_are_in_them_already_are_frozen_too() -> None:
-    peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
-    adapted = fs.add_adapters(tiny("llava"), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    fs.freeze_towers(adapted)
-    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
-    assert trained
-    assert not [name for name in trained if "vision_tower" in name]
 
 
 def _with_pixels(batch: dict[str, Any]) -> dict[str, Any]:

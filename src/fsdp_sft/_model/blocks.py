@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._model.view import base_of, kept_of, record_of, unwrapped
+from fsdp_sft._model.view import T, base_of, kept_of, record_of, unwrapped
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft.errors import UnsupportedModelError
 
@@ -213,10 +213,10 @@ def within_frozen_towers(model: nn.Module) -> str:
     return rf"(.*\.)?({'|'.join(map(re.escape, names))})(\..*)?" if names else ""
 
 
-def text_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of a model's blocks that text passes through: all that are not within frozen towers."""
-    beside = re.compile(within_frozen_towers(model))
-    return {name: block for name, block in blocks.items() if not beside.fullmatch(name)}
+def outside_frozen_towers(model: nn.Module, named: Mapping[str, T]) -> dict[str, T]:
+    """Those of a model's modules or parameters, by FQN, that are not within frozen towers."""
+    within = re.compile(within_frozen_towers(model))
+    return {name: one for name, one in named.items() if not within.fullmatch(name)}
 
 
 def configs_of(model: nn.Module) -> list[Any]:

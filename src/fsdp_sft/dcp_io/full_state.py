@@ -20,7 +20,7 @@ from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._process.bounds import MAX_HEADER_BYTES
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._ranks.agree import agreed, this_rank
-from fsdp_sft._tensors.boxes import Box, box_of, local_of, memory_of
+from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
@@ -33,6 +33,7 @@ from fsdp_sft.errors import (
     CheckpointNotFoundError,
     abridged,
 )
+from fsdp_sft.shard.packing import packed_weights
 
 
 def save_full_state_dict(
@@ -123,12 +124,12 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     reshard(model)
     with agreed(f"preparing to load {source_path}"):
         refuse_merged(model, "loading the full state")
-        content = model_tensors(model)
-        if any(memory_of(tensor).dtype != tensor.dtype for tensor in content.tensors.values()):
+        if packed_weights(model) is not None:
             raise CheckpointMismatchError(
                 f"{source_path} cannot be loaded into a model whose frozen weights are packed: build it with "
                 "a dtype for frozen_dtype, or resume a step of save_checkpoint"
             )
+        content = model_tensors(model)
         files = _open(source_path)
         entries = {name: getattr(file, "entry", file) for name, file in files.items()}
         described = {name: (entry.dtype, tuple(entry.shape)) for name, entry in entries.items()}

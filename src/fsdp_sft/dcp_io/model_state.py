@@ -135,9 +135,11 @@ def packed_base(model: nn.Module) -> dict[str, str] | None:
     if weights is None or not shards:
         return None
     own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]
-    sums = [int(total) % _MODULUS for total in all_reduce_sum(own)]
-    forms = [local.format for _, local in shards.values()]
-    text = json.dumps([weights.kind, list(zip(shards, forms, sums, strict=True))])
+    each = [
+        (name, shard.format, int(total) % _MODULUS)
+        for (name, (_, shard)), total in zip(shards.items(), all_reduce_sum(own), strict=True)
+    ]
+    text = json.dumps([weights.kind, each])
     return {"kind": weights.kind, "digest": hashlib.sha256(text.encode()).hexdigest()}
 
 

@@ -48,40 +48,7 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
-# A check, before its files are written, that an export will be read as the model that was trained.
-
-
-def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[str]) -> None:
-    """Compare an export's names, shapes and dtypes with what the class that its config names would read.
-
-    Args:
-        model: A transformers model.
-        config: Config of the export.
-        written: Dtype and shape of each tensor in the files, by name.
-        buffers: Names of those that are no parameters; the class need not have a place for them.
-
-    Raises:
-        UnsupportedModelError: If a parameter would not be read, or a tensor would be drawn at random.
-    """
-    stored = {
-        name: InFile(Path(), TensorEntry(dtype, shape, 0, num_bytes(dtype, shape)))
-        for name, (dtype, shape) in written.items()
-    }
-    own, unexpected = original_class(model).__name__, list[str]()
-    try:
-        unexpected = make_plan(tied_meta_twin(model, config), stored, unexpected="ignore").unexpected
-        unread = [name for name in unexpected if name not in buffers]
-        what = f"its class has no place for {abridged(unread)}" if unread else ""
-    except CheckpointFormatError as error:
-        what = str(error).partition(";")[0]
-    if what:
-        raise UnsupportedModelError(
-            f"an export of this {own} would not be read as it was trained: {what}. Merge what was put into "
-            "the model, or take it out, before the export (adapters of peft are merged by it); "
-            "save_full_state_dict writes any model"
-        )
-    if unexpected:
-        warn_caller(f"buffers of the model are exported that {own} does not read: {abridged(unexpected)}")
+# The plan of an export, made without moving a tensor.
 
 
 @dataclass(frozen=True)
@@ -176,6 +143,41 @@ def plan_export(
     return content, plan, config, copied
 
 
+def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[str]) -> None:
+    """Compare an export's names, shapes and dtypes with what the class that its config names would read.
+
+    It is done before the files are written.
+
+    Args:
+        model: A transformers model.
+        config: Config of the export.
+        written: Dtype and shape of each tensor in the files, by name.
+        buffers: Names of those that are no parameters; the class need not have a place for them.
+
+    Raises:
+        UnsupportedModelError: If a parameter would not be read, or a tensor would be drawn at random.
+    """
+    stored = {
+        name: InFile(Path(), TensorEntry(dtype, shape, 0, num_bytes(dtype, shape)))
+        for name, (dtype, shape) in written.items()
+    }
+    own, unexpected = original_class(model).__name__, list[str]()
+    try:
+        unexpected = make_plan(tied_meta_twin(model, config), stored, unexpected="ignore").unexpected
+        unread = [name for name in unexpected if name not in buffers]
+        what = f"its class has no place for {abridged(unread)}" if unread else ""
+    except CheckpointFormatError as error:
+        what = str(error).partition(";")[0]
+    if what:
+        raise UnsupportedModelError(
+            f"an export of this {own} would not be read as it was trained: {what}. Merge what was put into "
+            "the model, or take it out, before the export (adapters of peft are merged by it); "
+            "save_full_state_dict writes any model"
+        )
+    if unexpected:
+        warn_caller(f"buffers of the model are exported that {own} does not read: {abridged(unexpected)}")
+
+
 def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None:
     """Refuse adapters that cannot be merged: one layer of each kind is merged, with zeros, by rank 0.
 
@@ -260,6 +262,9 @@ def _dtypes(
         wanted = torch.float32 if in_float32 else dtype
         dtypes[name] = wanted if wanted is not None and own.is_floating_point else own
     return dtypes
+
+
+# The export: what a plan says is gathered, converted and written, one tensor or group at a time.
 
 
 def export_hf(

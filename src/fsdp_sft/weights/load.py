@@ -29,6 +29,10 @@ from fsdp_sft.weights.meta import build
 from fsdp_sft.weights.plan import account, make_plan
 from fsdp_sft.weights.resolve import Checkpoint, resolve_folder
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+
 _logger = logging.getLogger(__name__)
 
 
@@ -149,7 +153,6 @@ def load_weights(
             f"{type(base_of(model)).__name__.removeprefix('FSDP')}{inner_model(base_of(model))}; "
             "load_full_state_dict reads a module of one's own"
         )
-    refuse_initialised_from_base((getattr(model, "peft_config", None) or {}).values())
     reshard(model)
     mesh_of(model)  # refuses a model that is cut into stages or along layers
     checkpoint = Checkpoint(str(resolve_folder(name_or_path, revision=revision)))
@@ -163,6 +166,7 @@ def _load(model: nn.Module, checkpoint: Checkpoint, missing: str, unexpected: st
     """
     started = time.perf_counter()
     with agreed("planning the load"):
+        refuse_initialised_from_base((getattr(model, "peft_config", None) or {}).values())
         plan = make_plan(model, checkpoint.stored, missing=missing, unexpected=unexpected)
         sources = account(plan)
         digest = plan.digest()
@@ -189,13 +193,6 @@ def _load(model: nn.Module, checkpoint: Checkpoint, missing: str, unexpected: st
     )
     tell(_logger, "%s: %s", getattr(model, "name_or_path", "") or type(model).__name__, report)
     return report
-
-
-# One call from a checkpoint to a sharded, loaded model in train() mode.
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-    from transformers import PreTrainedModel
 
 
 def load_pretrained(
