@@ -2,7 +2,6 @@
 
 from tests.mistakes.mistake import Mistake
 
-COLLATOR = ("tests/collate/test_collator.py",)
 ENCODED = ("tests/collate/test_encoded.py",)
 ORDERS = ("tests/sampling/test_orders.py",)
 COST = ("tests/sampling/packing/test_packs.py",)

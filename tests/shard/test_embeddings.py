@@ -18,8 +18,6 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, largest_error, tiny_model, windows_of_rank
 from tests.harness.ranks import run_distributed
 
-UNTIED = ("llama", "mixtral")
-
 
 def _sharded(family: str, *, own: bool = True, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
