@@ -238,7 +238,7 @@ config = tf.Qwen2Config(hidden_size=8192, intermediate_size=29568, num_hidden_la
 with torch.device("meta"):
     model = tf.Qwen2ForCausalLM(config).to(torch.bfloat16)
 start = time.perf_counter()
-fs.shard_model(model, mesh=fs.buildmesh_here(dp_replicate=2, device_type="cpu"), reshard_after_forward=8)
+fs.shard_model(model, mesh=fs.build_mesh(dp_replicate=2, device_type="cpu"), reshard_after_forward=8)
 seconds = time.perf_counter() - start
 assert seconds < 20, seconds
 local = sum(p.to_local().numel() for p in model.parameters())
