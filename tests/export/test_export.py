@@ -279,6 +279,10 @@ def _check_adapters(folder: Path) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     fs.train_step(model, ragged_batches(1), optimizer)
     _same(model, folder / "out")
+    merged, base = (
+        tensors_of(folder / name)["model.layers.0.self_attn.o_proj.weight"] for name in ("out", "base")
+    )
+    assert not torch.equal(merged, base), "adapters are merged into both"
     fs.train_step(model, ragged_batches(1), optimizer)
 
 
