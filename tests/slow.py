@@ -132,7 +132,7 @@ BESIDE: dict[str, str] = {
         f"tests/test_docs.py::test_the_blocks_of_a_page_run[docs/{pages}": (
             "tests/test_docs.py::test_the_blocks_of_a_page_run[docs/quickstart.md]"
         )
-        for pages in ("explanation/", "how-to/", "tutorials/", "index.md")
+        for pages in ("explanation/", "how-to/", "tutorials/")
     },
     # The simulator itself: what it computes is compared by every test that uses it.
     **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "waits")},
