@@ -257,7 +257,6 @@ def test_they_are_those_of_an_export(ranks: int, tmp_path: Path) -> None:
 
 
 def _check_shared(folder: Path, options: dict[str, Any]) -> None:
-    options = dict(options)
     mesh = mesh_here(**options.pop("mesh", {}))
     model: Any = composed(folder / "base", mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options)
     _same(model, folder / "out")
@@ -280,6 +279,9 @@ def _check_adapters(folder: Path) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     fs.train_step(model, ragged_batches(1), optimizer)
     _same(model, folder / "out")
+    assert not torch.equal(
+        *(tensors_of(folder / of)["model.layers.0.self_attn.o_proj.weight"] for of in ("out", "base"))
+    ), "adapters are merged into both"
     fs.train_step(model, ragged_batches(1), optimizer)
 
 
