@@ -248,9 +248,9 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """
     if logits.shape[1] % 64:
         return logits.argmax(-1, keepdim=True)
-    pieces = logits.unflatten(1, (-1, math.gcd(logits.shape[1], 512)))
+    pieces: torch.Tensor = logits.unflatten(1, (-1, math.gcd(logits.shape[1], 512)))
     piece = pieces.amax(-1).argmax(-1, keepdim=True)
-    return piece * pieces.shape[2] + pieces.take_along_dim(piece[..., None], 1).argmax(-1)
+    return pieces.take_along_dim(piece[..., None], 1).argmax(-1).add_(piece, alpha=pieces.shape[2])
 
 
 class Products:

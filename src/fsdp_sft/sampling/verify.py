@@ -127,7 +127,7 @@ def verify_at_first_use(model: nn.Module, batch: Mapping[str, Any], mesh: Device
     """
     if batch.get("attention_mask") is None and not (_is_verified(model) and row_limit(model) is None):
         own = partial(unverified_pack, model, [batch])
-        width = own() if mesh is None else through_rank_0("looking for the first pack", own, max)
+        width: Any = own() if mesh is None else through_rank_0("looking for the first pack", own, max)
         verify_first_pack(model, width, mesh)
 
 
