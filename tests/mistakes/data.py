@@ -101,8 +101,8 @@ MISTAKES = [
     Mistake(
         "another rounded logit than the largest is computed again",
         "loss/blocks.py",
-        "    return piece * pieces.shape[2] + pieces",
-        "    return piece + pieces",
+        "add_(piece, alpha=pieces.shape[2])",
+        "add_(piece)",
         ("tests/loss/test_linear_cross_entropy.py",),
     ),
     Mistake(
