@@ -194,7 +194,7 @@ def _chunk_buffers(
     elif gpu.name == "cpu":
         # _Rounded: logits stay in 16 bits and are widened in slices, of a few rows for the cross entropy and
         # of a part of the vocabulary for the weight's gradient.
-        part = min(vocabulary, max(1, CACHED_BYTES // width))
+        part = min(vocabulary, max(1, CACHED_BYTES // (2 * width)))
         block = min(rows, max(1, CACHED_BYTES // (4 * vocabulary)))
         buffers = [hidden.new_empty(rows, vocabulary), hidden.new_empty(block, vocabulary, dtype=wide)]
         gradient = [torch.empty_like(taken), torch.empty_like(taken, dtype=wide)]  # of the rows, then wide
@@ -206,7 +206,7 @@ def _chunk_buffers(
         buffers = [logits, hidden.new_empty(rows, vocabulary), torch.empty_like(taken, dtype=wide)]
         del buffers[1:]
         # For the weight's gradient, one part of the vocabulary after the other: the cast, and the product.
-        part = min(vocabulary, max(1, 32 * CACHED_BYTES // width))
+        part = min(vocabulary, max(1, 16 * CACHED_BYTES // width))
         buffers += [hidden.new_empty(rows, part), hidden.new_empty(part, width, dtype=wide)]
         del buffers[1:]
         if hidden.shape[0] > rows:  # a chunk's logits stay until the next chunk's logits exist
