@@ -22,7 +22,7 @@ def test_an_index_or_none_without_an_accelerator() -> None:
     assert devices.resolve_device("cpu") == torch.device("cpu")
     assert devices.device_name(torch.device("cpu")) is None
     # A CUDA build of torch takes the index for a GPU's, whether there is one or not.
-    with pytest.raises((RuntimeError, ValueError), match="accelerator|counts no memory of cuda devices"):
+    with pytest.raises((RuntimeError, ValueError), match=r"accelerator|counts no memory of cuda devices"):
         fs.memory_stats(0)
     with pytest.raises(ValueError, match="counts no memory of cuda devices here; got cuda:0"):
         fs.memory_stats("cuda:0")
