@@ -10,12 +10,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
-def is_a(value: Any, name: str, package: str) -> bool:
-    """Whether a value is of a package's class of that name; the package need not be imported to know."""
-    bases = type(value).__mro__
-    return any(base.__name__ == name and base.__module__.startswith(f"{package}.") for base in bases)
-
-
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every parameter and buffer below ``module`` by ``function`` of it.
 

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._compat.modules import is_a
 from fsdp_sft._model.blocks import within_frozen_towers
-from fsdp_sft._model.view import base_of, named_tensors, slot
+from fsdp_sft._model.view import base_of, is_a, named_tensors, slot
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft.errors import UnsupportedModelError, abridged
 

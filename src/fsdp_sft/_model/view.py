@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_sft._compat.modules import is_a
 from fsdp_sft.errors import UnsupportedModelError
 
 T = TypeVar("T")
@@ -96,6 +95,12 @@ def base_of(model: nn.Module) -> Any:
     """The transformers model inside a peft model, still with its adapters; any other model as it is."""
     unwrap: Any = getattr(model, "get_base_model", None)
     return unwrap() if unwrap is not None else model
+
+
+def is_a(value: Any, name: str, package: str) -> bool:
+    """Whether a value is of a package's class of that name; the package need not be imported to know."""
+    bases = type(value).__mro__
+    return any(base.__name__ == name and base.__module__.startswith(f"{package}.") for base in bases)
 
 
 def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:

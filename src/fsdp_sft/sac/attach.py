@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.compile import checkpointing_flag
-from fsdp_sft._compat.modules import is_a
 from fsdp_sft._model.blocks import configs_of
+from fsdp_sft._model.view import is_a
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.offload import Offload, run_offloaded
 
