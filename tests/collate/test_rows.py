@@ -216,6 +216,8 @@ def test_encoded_rows_pass_through_with_truncation():
         ({"input_ids": [1, 2], "labels": [1]}, "of one length of at least 1, got 2 and 1"),
         ({"input_ids": [], "labels": []}, "at least 1"),
         ({"input_ids": [1.5], "labels": [1]}, '"input_ids" must be a flat list of integers'),
+        ({"input_ids": {1, 2}, "labels": [1, 2]}, '"input_ids" must be a flat list of integers'),
+        ({"input_ids": [1], "labels": {1: 1}}, '"labels" must be a flat list of integers'),
         ({"messages": [{"role": "user", "content": "a"}], "tools": "{"}, "tools must be JSON"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [3]}, "the row cannot be read: TypeError"),
     ],

@@ -188,7 +188,11 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
     for key, values in (("input_ids", ids), ("labels", labels)):
         try:
             # No loop of Python over the items, which would take as long as the rest of a collator.
-            are_ids = len(array("i", values)) == len(values) and bool not in set(map(type, values))
+            are_ids = (
+                isinstance(values, Sequence)  # a set has no order, and of a dict come its keys
+                and len(array("i", values)) == len(values)
+                and bool not in set(map(type, values))
+            )
         except (TypeError, OverflowError):
             are_ids = False
         if not are_ids:

@@ -203,7 +203,7 @@ class ChatTemplate:
             renew: Whether to render again even if the rendering is kept.
             prompt: Whether to end with a generation prompt.
         """
-        known, key = self._known.skeletons, (prompt, repr(marked), repr(tools))
+        known, key = self._known.skeletons, (prompt, self._thinks_in_parts, repr(marked), repr(tools))
         found = None if renew else known.get(key)
         if found is None:
             found = split_at_sentinels(self.render(marked, tools=tools, add_generation_prompt=prompt)[0])
@@ -252,7 +252,7 @@ class _Known:
 
     special_token: re.Pattern[str]
     facts: TemplateFacts | None = None
-    skeletons: dict[tuple[bool, str, str], Skeleton] = field(default_factory=dict)
+    skeletons: dict[tuple[bool, bool, str, str], Skeleton] = field(default_factory=dict)
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, _Known]] = weakref.WeakKeyDictionary()
