@@ -40,7 +40,7 @@ MISTAKES = [
     ),
     Mistake(
         "an export is not held against what its class reads",
-        "export/hf.py",
+        "export/plan.py",
         ' if unread else ""',
         ' if False else ""',
         ("tests/export/test_readback.py",),
@@ -75,7 +75,7 @@ MISTAKES = [
     ),
     Mistake(
         "what is shared in the model alone is written once",
-        "export/hf.py",
+        "export/plan.py",
         "together.setdefault((first, as_read.get(name)), [])",
         "together.setdefault((first, None), [])",
         ("tests/export/test_export.py",),

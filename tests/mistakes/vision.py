@@ -61,7 +61,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "adapters that peft does not merge are found when the export writes them",
-        "export/hf.py",
+        "export/plan.py",
         "        if kind in kinds or this_rank():\n",
         "        if kind not in kinds:\n",
         ("tests/export/test_adapters.py",),
