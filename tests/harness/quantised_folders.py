@@ -19,6 +19,14 @@ from fsdp_sft._tensors.stored import InFile, Stored, file_header
 from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
 from tests.harness.quantised_weights import Written
 
+# Rows and columns that neither blocks of 128 nor 3 ranks divide.
+UNEVEN = {
+    "hidden_size": 192,
+    "intermediate_size": 576,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 _BLOCK = 16
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 

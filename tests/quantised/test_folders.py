@@ -14,19 +14,10 @@ import fsdp_sft as fs
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, state_of, tensors_of
-from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder, quantised
+from tests.harness.quantised_folders import UNEVEN, configure, deepseek_folder, mxfp4_folder, quantised
 from tests.harness.quantised_weights import FORMATS, fp8_block, int4
 from tests.harness.ranks import on_ranks, run_distributed
 
-# Rows and columns that neither blocks of 128 nor 3 ranks divide.
-SIZES = {
-    "hidden_size": 192,
-    "intermediate_size": 576,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 80,
-}
 TIED = {"hidden_size": 64, "num_hidden_layers": 1}
 HYBRID = {"dp_replicate": 2}
 
@@ -35,7 +26,7 @@ HYBRID = {"dp_replicate": 2}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("formats")
     for name, make in FORMATS.items():
-        quantised(root / name, make, **SIZES)
+        quantised(root / name, make, **UNEVEN, head_dim=80)
     return root
 
 

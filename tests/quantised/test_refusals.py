@@ -13,7 +13,15 @@ import transformers
 import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import whole
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, tensors_of
-from tests.harness.quantised_folders import configure, fp8_folder, mxfp4_folder, opened, quantised, read
+from tests.harness.quantised_folders import (
+    UNEVEN,
+    configure,
+    fp8_folder,
+    mxfp4_folder,
+    opened,
+    quantised,
+    read,
+)
 from tests.harness.quantised_weights import FORMATS, Written, fp8_block, int4, mxfp4_experts, nf4
 
 
@@ -176,13 +184,6 @@ def test_packed_experts_that_no_conversion_joins(tmp_path: Path) -> None:
 
 # --- faults planted in each format: every one is refused by name, and none loads as something else ---------
 
-SIZES = {
-    "hidden_size": 192,
-    "intermediate_size": 576,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 MATRIX = "model.layers.0.mlp.gate_proj"  # 576 rows, 192 columns
 NOT_USED = ("activation_scale", "input_scale")
 EXTRA = (
@@ -225,7 +226,7 @@ def _faults(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_is_named(name: str, tmp_path: Path) -> None:
-    quantised(tmp_path, FORMATS[name], marked="gate_proj", files=2, **SIZES)
+    quantised(tmp_path, FORMATS[name], marked="gate_proj", files=2, **UNEVEN)
     stored = tmp_path / "stored"
     tensors, model = tensors_of(stored), fs.build_meta_model(stored)
     loaded(stored)
