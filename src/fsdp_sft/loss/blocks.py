@@ -332,8 +332,11 @@ def products_for(weight: torch.Tensor, rows: int) -> Products:
     # Which products are fast on a CPU is known, whether it has mixed ones or not.
     if weight.device.type not in ("cpu", "meta") and has_mixed_products(weight.device, weight.dtype):
         return _Mixed(weight)
-    # On a CPU bfloat16 matrices are fast; float16 ones are not, and their range is too small for slopes.
-    if weight.dtype == torch.bfloat16:
+    # float16's range is too small for slopes. bfloat16 matrices are fast, but on an x86 CPU without AVX-512:
+    # oneDNN takes none there, and torch's own loop needs up to a hundred times as long as for float32.
+    if weight.dtype == torch.bfloat16 and not (
+        weight.is_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    ):
         return _Rounded(weight, rows)
     return Products(weight.float(), rows)
 
