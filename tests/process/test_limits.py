@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import fsdp_sft as fs
 from fsdp_sft._process import limits
@@ -97,7 +96,7 @@ def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
 ) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    fs.save_full_state_dict(model, tmp_path / "model.safetensors")
     fs.save_checkpoint(tmp_path / "steps", 1, model=model)
     for module, name, load in (
         (stored, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),

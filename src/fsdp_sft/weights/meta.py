@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,7 +198,14 @@ def _class_and_config(
             "names; update transformers, or pass trust_remote_code=True if the checkpoint brings the class"
         )
     if "architectures" in overrides or "model_type" in overrides:
-        _check_same_kind(name, cls, config)
+        own = getattr(cls.config_class, "model_type", "")
+        parts = [getattr(config, part, None) for part in config.sub_configs]
+        kinds = {getattr(part, "model_type", "") for part in (config, config.get_text_config(), *parts)}
+        if own and own not in kinds:
+            raise CheckpointFormatError(
+                f"{cls.__name__} is a class for models of type {own!r}, and {name} holds one of type "
+                f"{config.model_type!r}: name a class of that type in architectures"
+            )
     if attention is not None:
         options["attn_implementation"] = attention
     if cls.config_class is not None:  # the text model of a multimodal one reads its own part of the config
@@ -245,23 +252,6 @@ def _with_head(architecture: str, config: Any, overrides: dict[str, Any]) -> str
     if with_head != architecture:
         tell(_logger, "the config names %s, which has no head: %s is built", architecture, with_head)
     return str(with_head)
-
-
-def _check_same_kind(name: str, cls: Any, config: Any) -> None:
-    """Refuse a class for another type of model than the config, or any part of it, describes."""
-    own = getattr(cls.config_class, "model_type", "")
-    if own and own not in set(_model_types(config)):
-        raise CheckpointFormatError(
-            f"{cls.__name__} is a class for models of type {own!r}, and {name} holds one of type "
-            f"{config.model_type!r}: name a class of that type in architectures"
-        )
-
-
-def _model_types(config: Any) -> Iterator[str]:
-    """The model types of a config and of the configs inside it."""
-    yield str(getattr(config, "model_type", ""))
-    for name in getattr(config, "sub_configs", ()):
-        yield from _model_types(getattr(config, name, None))
 
 
 def _remote_class(config: Any, architecture: str, name: str, revision: str | None) -> Any:
