@@ -230,8 +230,8 @@ def save_checkpoint(
             job until the process of rank 0 ends.
         CheckpointExistsError: If that step exists and is sound. A damaged one is moved to
             ``.unsound-step-<step>-<id>``.
-        TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; the message names
-            its key path.
+        TypeError: If ``train_state``, ``rank_state`` or an optimizer has a value that cannot be stored; the
+            message names its key path.
         ValueError: If a number is out of range, or state that is no tensor takes more than 128 MiB.
         UnstorableStateError: If the model or an optimizer has state that could not be loaded again.
         CheckpointError: If ranks do not share the file system or were given different steps or metrics.

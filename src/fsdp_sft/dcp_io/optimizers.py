@@ -104,9 +104,13 @@ def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[
             tensors or context cannot be stored.
     """
     local: Any = local_tensor(tensor)
-    if not is_wrapper_subclass(local):
-        return None, None, {PLAIN: local.detach()}
     kind = type(local)
+    if not is_wrapper_subclass(local):
+        if kind not in (torch.Tensor, nn.Parameter):
+            raise UnstorableStateError(
+                f"{name} is a {kind.__name__}: only plain tensors can be stored and sharded again"
+            )
+        return None, None, {PLAIN: local.detach()}
     if not hasattr(local, "__tensor_flatten__"):
         raise UnstorableStateError(
             f"{name} is a {kind.__name__}, which does not say what is inside it (__tensor_flatten__), so no "
@@ -196,14 +200,8 @@ def _check_storable(optimizer: Optimizer, together: Sequence[Optimizer]) -> None
 
 def _check_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> None:
     """Refuse what cannot be stored and sharded again: 0-dim, or shaped and sharded as its parameter, can."""
-    kind = type(local_tensor(value))
-    if is_wrapper_subclass(value):
-        _take_apart(name, value)  # raises for a subclass that does not say what is inside it
-    elif kind not in (torch.Tensor, nn.Parameter):
-        raise UnstorableStateError(
-            f"{name} is a {kind.__name__}: only plain tensors can be stored and sharded again"
-        )
-    elif value.ndim == 0 and not isinstance(value, DTensor):
+    kind, _, _ = _take_apart(name, value)  # raises if it cannot be stored
+    if kind is None and value.ndim == 0 and not isinstance(value, DTensor):
         return
     if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
         raise UnstorableStateError(

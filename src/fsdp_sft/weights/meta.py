@@ -199,9 +199,9 @@ def _class_and_config(
         )
     if "architectures" in overrides or "model_type" in overrides:
         own = getattr(cls.config_class, "model_type", "")
-        parts = [getattr(config, part, None) for part in config.sub_configs]
-        kinds = {getattr(part, "model_type", "") for part in (config, config.get_text_config(), *parts)}
-        if own and own not in kinds:
+        parts = [config, config.get_text_config(decoder=True)]
+        parts += [getattr(config, part, None) for part in config.sub_configs]
+        if own and own not in [getattr(part, "model_type", "") for part in parts]:
             raise CheckpointFormatError(
                 f"{cls.__name__} is a class for models of type {own!r}, and {name} holds one of type "
                 f"{config.model_type!r}: name a class of that type in architectures"
