@@ -104,9 +104,16 @@ def _saved_by_peft(model: "PeftModel") -> tuple[str, dict[str, torch.Tensor]]:
 
 def _save(model: "PeftModel", folder: Path, full: dict[str, Any], name: str) -> None:
     """Let peft write the adapter's full tensors, configuration and card."""
-    # Of prompts peft saves what their encoder computes: that of a copy of the model, with full tensors.
-    own = with_tensors(model, full) if model.peft_config[name].is_prompt_learning else model
-    own.save_pretrained(str(folder), selected_adapters=[name], state_dict=full, save_embedding_layers=False)
+    encoders = getattr(model, "prompt_encoder", {})
+    own = dict(encoders.items())
+    try:
+        for key in own.keys() & {name}:
+            encoders[key] = with_tensors(own[key], full, f"prompt_encoder.{key}.")
+        model.save_pretrained(
+            str(folder), selected_adapters=[name], state_dict=full, save_embedding_layers=False
+        )
+    finally:
+        encoders.update(own)
     if name != "default":  # peft puts an adapter of another name into a folder of that name
         for path in (folder / name).iterdir():
             path.rename(folder / path.name)
