@@ -21,6 +21,7 @@ from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._model.view import inner_model, named_tensors
 from fsdp_sft._quantised.settings import IN_16_BITS
+from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.stored import Piece, Stored
 from fsdp_sft.errors import CheckpointFormatError, CheckpointMismatchError, abridged
 from fsdp_sft.weights.meta import OLD_ROWS
@@ -157,6 +158,18 @@ def make_plan(
     may_miss, may_be_left = ignored_on_load(twin)
     plan.missing = [name for name in absent if not any(re.search(p, name) for p in may_miss)]
     plan.unexpected = sorted(name for name in left_over if not any(re.search(p, name) for p in may_be_left))
+    within = tuple(f"{name.rpartition('.')[0]}." for name in plan.missing if "." in name)
+    beside = {name: stored.get(key) for name, key in left_over.items() if name.startswith(within)}
+    packed = [
+        name
+        for name, one in beside.items()
+        if one is not None and (isinstance(one, Packed) or one.entry.dtype in _PACKED)
+    ]
+    if packed:
+        raise CheckpointFormatError(
+            f"the checkpoint has no values for {abridged(plan.missing)}, but packed ones "
+            f"({abridged(sorted(packed))}): it is quantised, and its config does not say how: {IN_16_BITS}"
+        )
     if plan.missing and missing == "error":
         other = f"it has {abridged(sorted(left_over))}, which the model lacks; " if left_over else ""
         raise CheckpointFormatError(
@@ -173,6 +186,8 @@ def make_plan(
     return plan
 
 
+# Values of formats that quantise: initialised weights beside them would be random without a word.
+_PACKED = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 _WRITE_ONCE = (
     "; a shard is read from the bytes that it is made of, so no conversion may compute: write the checkpoint "
     "once as the model has it, model.save_pretrained(out, save_original_format=False) of transformers"
