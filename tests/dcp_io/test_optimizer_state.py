@@ -326,7 +326,7 @@ def test_what_could_not_be_loaded_is_not_written(tmp_path: Path, monkeypatch: py
     state = {f"a tensor of its own {number}": torch.zeros(1) for number in range(3)}
     fs.save_checkpoint(tmp_path, 1, model=model, rank_state=state)
     monkeypatch.setattr("fsdp_sft._tensors.safetensors.MAX_HEADER_BYTES", 900)
-    with pytest.raises(fs.CheckpointError, match=r"rank 0 has \d+ tensors, whose names"):
+    with pytest.raises(fs.CheckpointError, match="the header would take"):
         fs.save_checkpoint(tmp_path, 2, model=model, rank_state=state)
     assert [info.step for info in fs.find_checkpoints(tmp_path)] == [1]
     assert not list(tmp_path.glob(".tmp*"))

@@ -194,7 +194,7 @@ MISTAKES = [
     ),
     Mistake(
         "a rank that misses another tells nobody",
-        "_ranks/tree.py",
+        "_ranks/agree.py",
         "        message = _send(group, child, message) or message",
         '        _send(group, child, message if isinstance(message, bytes) else b"")',
         ("tests/ranks/test_agree.py",),

@@ -4,13 +4,6 @@ from tests.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(
-        "a pickle that repeats its parts is taken to be small",
-        "dcp_io/full_state.py",
-        'elif "GET" in code.name and argument in tuples:',
-        "elif False:",
-        ("tests/tensors/test_torch_file.py",),
-    ),
-    Mistake(
         "an adapter beside the weights is left out",
         "weights/resolve.py",
         "    if (folder / ADAPTER).is_file():\n",

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
-from fsdp_sft._model.forward import no_cache
-from fsdp_sft._model.vocabulary import check_ids, rows_of as rows_known
+from fsdp_sft._model.forward import check_ids, no_cache, rows_of as rows_known
 from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, batch_of, plain_gradients, rows_of
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model

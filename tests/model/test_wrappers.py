@@ -121,7 +121,7 @@ def _calls(model: nn.Module) -> list[Any]:
         lambda: fs.verify_packing(model, max_length=64),
         lambda: fs.save_checkpoint("nowhere", 1, model=model),
         lambda: fs.load_checkpoint("nowhere", model=model),
-        lambda: fs.save_full_state_dict(model, "nowhere.pt"),
+        lambda: fs.save_full_state_dict(model, "nowhere.safetensors"),
         lambda: fs.shard_model(model, mesh=mesh_here()),
     ]
 

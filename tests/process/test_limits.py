@@ -19,7 +19,7 @@ from fsdp_sft._process.identity import process_state, this_process
 from fsdp_sft._ranks import agree
 from fsdp_sft._tensors import disk, reader, stored
 from fsdp_sft.collate import FilterCounts, encoded
-from fsdp_sft.dcp_io import folder, full_state
+from fsdp_sft.dcp_io import folder
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import make_model
@@ -96,15 +96,15 @@ def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
 ) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    torch.save(model.state_dict(), tmp_path / "model.pt")
+    fs.save_full_state_dict(model, tmp_path / "model.safetensors")
     fs.save_checkpoint(tmp_path / "steps", 1, model=model)
     for module, name, load in (
         (stored, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (reader, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (disk, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (disk, "open_file", lambda: fs.load_checkpoint(tmp_path / "steps", model=model)),
-        (full_state, "open_file", lambda: fs.load_full_state_dict(model, tmp_path / "model.pt")),
-        (encoded, "safe_open", lambda: encoded._read_shard(tmp_path / "model.pt", FilterCounts())),
+        (stored, "open_file", lambda: fs.load_full_state_dict(model, tmp_path / "model.safetensors")),
+        (encoded, "safe_open", lambda: encoded._read_shard(tmp_path / "model.safetensors", FilterCounts())),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, _refusing)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import fsdp_sft as fs
 from fsdp_sft import errors
 from fsdp_sft._ranks import agree
-from fsdp_sft._ranks.tree import through_root
 from fsdp_sft.errors import LostRankError
 from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
@@ -222,7 +221,7 @@ def test_what_all_ranks_have_comes_around_in_their_order(ranks: int) -> None:
         for of_rank in ([length] * ranks, [length * (other % 2) for other in range(ranks)]):
             everyone = [bytes([r]) * many for r, many in enumerate(of_rank)]
             own = everyone[dist.get_rank()]
-            assert through_root(dist.group.WORLD, own, b"|".join) == b"|".join(everyone)
+            assert agree.through_root(dist.group.WORLD, own, b"|".join) == b"|".join(everyone)
 
 
 def _lose(lost: int, folder: Path) -> None:

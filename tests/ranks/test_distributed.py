@@ -111,7 +111,7 @@ def test_what_was_found_is_logged_before_the_ranks_meet(
     environment(**{**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
     found: list[str] = []
     monkeypatch.setattr(module, "_meet", lambda *_: found.extend(caplog.messages))
-    monkeypatch.setattr(module, "_backend_name", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
     with caplog.at_level("INFO", logger="fsdp_sft"):
         fs.init_distributed(device_type="cpu")
     assert found == [f"rank 0 of 1 on {socket.gethostname()}, cpu, launcher: slurm job 77, step 0"]

@@ -14,12 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.configs import config_of, tokenizer_of
-from fsdp_sft.weights import (
-    CheckpointFormatError,
-    build_meta_model,
-    load_weights,
-    provenance,
-)
+from fsdp_sft.errors import CheckpointFormatError
+from fsdp_sft.weights import build_meta_model, load_weights, provenance
 from fsdp_sft.weights.load import load_pretrained
 from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
 from tests.harness.device import device_here, mesh_here

@@ -81,7 +81,7 @@ def _without_towers(peft_config: "PeftConfig", towers: str) -> "PeftConfig":
 
 
 @contextmanager
-def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.Module]:
+def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[Any]:
     """The base model with its own parameter names, as it was before adapters were added.
 
     Inside the context, layers with adapters are replaced by the layers that they wrap.
@@ -94,7 +94,7 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.
     Raises:
         UnsupportedModelError: For adapters that wrap no layer that could replace them.
     """
-    base: nn.Module = base_of(model)
+    base = base_of(model)
     wrappers = {**_tuner_layers(base), **_saved_modules(base)}
     inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
     try:

@@ -2,7 +2,7 @@
 
 | what | at most | why |
 |---|---|---|
-| header of safetensors, pickle of ``torch.save`` | ``MAX_HEADER_BYTES`` | the limit of safetensors |
+| header of safetensors | ``MAX_HEADER_BYTES`` | the limit of safetensors |
 | index of weight files | ``MAX_INDEX_BYTES`` | 256 MiB: 100 times that of a 1T model |
 | manifest and other JSON | ``MAX_JSON_BYTES`` | parsed, it takes up to 24 times as much memory |
 | settings of a model | ``MAX_SETTINGS_BYTES`` | 64 MiB: a tokenizer with its merges has 20 |

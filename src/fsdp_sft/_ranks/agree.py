@@ -3,10 +3,11 @@
 A collective that one rank never enters hangs the others until the time-out. Functions that do I/O
 therefore end each phase with a verdict: every rank says whether it succeeded, and if any did not, all of
 them raise the error that came first. Verdicts use a separate gloo group, which shares no communicator with
-training, and travel along a tree (`tree.py`), so no rank talks to all others.
+training, and travel along a tree (below), so no rank talks to all others.
 """
 
 import functools
+import itertools
 import logging
 import operator
 import pickle
@@ -27,7 +28,6 @@ import torch.distributed as dist
 from fsdp_sft._compat.groups import careful_gloo
 from fsdp_sft._process.callers import outermost_call
 from fsdp_sft._process.limits import blame_the_limit
-from fsdp_sft._ranks.tree import through_root
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged
 
 T = TypeVar("T")
@@ -40,11 +40,6 @@ _POLL_SECONDS = (0.05, 2.0)  # between two polls of running work: at first, and 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
 _timeout = _CONTROL_TIMEOUT  # time-out of the control group that was made last
 _group_of_thread: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
-
-
-def is_distributed() -> bool:
-    """Whether there is a process group of more than one rank to agree with."""
-    return world_size() > 1
 
 
 def this_rank() -> int:
@@ -192,7 +187,7 @@ def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | N
 
     Collective: all ranks.
     """
-    if not is_distributed():
+    if world_size() == 1:
         return work() if working else None
     done: Future[T | None] = Future()
 
@@ -271,7 +266,7 @@ def _decided(
     kind: str, phase: str, error: Exception | None, value: Any, decide: Callable[[list[Any]], T]
 ) -> T:
     """What rank 0 makes of all ranks' values, or the first error of any rank; one exchange, of that kind."""
-    if not is_distributed():
+    if world_size() == 1:
         if error is not None:
             raise error
         return decide([value])
@@ -387,3 +382,97 @@ def _apart(name: str, one: Any, other: Any) -> str:
         mine, theirs = (abridged([str(v) for v in a if v not in b], most=4) for a, b in both)
         return f"{name}: {mine or 'nothing more'} and {theirs or 'nothing more'}"
     return f"{name}={one!r} and {other!r}"
+
+
+# The tree: a message from every rank to rank 0, and its answer to all, over gloo's sends.
+#
+# N - 1 messages go up and N - 1 down, and a rank takes part in at most log2 N of each. gloo's own
+# ``all_reduce`` is a ring in which every rank sends to its neighbour 2 (N - 1) times, and torch's
+# ``all_gather_object`` two of them: ``benchmarks/results/checkpoints.md``.
+#
+# The tree is binomial: the parent of rank r is r without its lowest set bit. Its children are r + 1, r + 2,
+# r + 4, ... below that bit, and all that lies below r follows it without a gap. Eight ranks:
+#
+#     0 --+-- 1
+#         +-- 2 --- 3
+#         +-- 4 --+-- 5
+#                 +-- 6 --- 7
+
+_LENGTH_BYTES = 8
+_BLOCK = 512  # bytes of a message's first part, which both ends know; short ones fit into it
+_MOST_BYTES = 1 << 28  # at a time, which gloo limits
+
+
+def through_root(
+    group: dist.ProcessGroup, own: bytes, answer: Callable[[list[bytes]], bytes | Exception]
+) -> bytes:
+    """Rank 0's answer to the messages of all ranks, on every rank.
+
+    A rank that cannot reach another one says so to its neighbours before it raises, so that none waits for a
+    rank that has given up.
+
+    Args:
+        group: A gloo group of all ranks.
+        own: This rank's message.
+        answer: What rank 0 answers to all messages, which are in rank order, or an error for all ranks. It
+            must not raise: the others wait.
+
+    Raises:
+        RuntimeError: If a rank cannot be reached; on every rank that can be.
+        Exception: What ``answer`` has returned; on every rank.
+
+    Collective: all ranks of the group.
+    """
+    rank, size = group.rank(), group.size()
+    # The lowest set bit. Rank 0, the root, has none: all powers of 2 are its children.
+    below = rank & -rank or 1 << (size - 1).bit_length()
+    children = [rank + (1 << bit) for bit in range(below.bit_length() - 1) if rank + (1 << bit) < size]
+    received = [_receive(group, child) for child in children]
+    lost = next((one for one in received if isinstance(one, Exception)), None)
+    message: Any = lost or [own, *itertools.chain.from_iterable(received)]
+    if rank:
+        _send(group, rank - below, message)  # if this fails, so does receiving the answer
+        message = _receive(group, rank - below)
+    elif lost is None:
+        message = answer(message)
+    for child in reversed(children):
+        message = _send(group, child, message) or message
+    if isinstance(message, Exception):
+        raise message
+    answered: bytes = message
+    return answered
+
+
+def _send(group: dist.ProcessGroup, peer: int, message: Any) -> RuntimeError | None:
+    """Send a message; returns the error for all ranks if that rank is lost."""
+    content = pickle.dumps(message)
+    framed = len(content).to_bytes(_LENGTH_BYTES) + content
+    try:
+        for part in (framed[:_BLOCK].ljust(_BLOCK, b"\0"), framed[_BLOCK:]):
+            _pass(group.send, bytearray(part), peer)
+    except RuntimeError as error:  # gloo's errors have no type of their own
+        return RuntimeError(f"rank {peer}: {error}"[:300])
+    return None
+
+
+def _receive(group: dist.ProcessGroup, peer: int) -> Any:
+    """Receive a message; an error for all ranks if that rank is lost."""
+    try:
+        first = _pass(group.recv, bytearray(_BLOCK), peer)
+        more = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES]) - _BLOCK
+        rest = _pass(group.recv, bytearray(max(0, more)), peer)
+    except RuntimeError as error:
+        return RuntimeError(f"rank {peer}: {error}"[:300])
+    return pickle.loads(first[_LENGTH_BYTES:] + rest)
+
+
+def _pass(way: Callable[..., Any], memory: bytearray, peer: int) -> bytearray:
+    """Send or receive a block of memory in pieces that gloo takes; nothing if it is empty.
+
+    Through the group itself and not torch.distributed's functions, which know it no more after
+    ``destroy_process_group``: a save in the background then still comes to its end.
+    """
+    if memory:
+        for piece in torch.frombuffer(memory, dtype=torch.uint8).split(_MOST_BYTES):
+            way([piece], peer, 0).wait()
+    return memory

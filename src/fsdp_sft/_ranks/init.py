@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._process.devices import default_device_type
 from fsdp_sft._process.limits import raise_limit
-from fsdp_sft._ranks.agree import connect_neighbours, control_group, is_distributed, world_size
+from fsdp_sft._ranks.agree import connect_neighbours, control_group, world_size
 
 _logger = logging.getLogger("fsdp_sft")
 _LONG_SECONDS = 30.0
@@ -129,9 +129,11 @@ def init_distributed(
             default = dist.get_default_backend_for_device(device_type)
             backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{default}"
         _meet(launch, backend, timeout)
-    if is_distributed():
+    if world_size() > 1:
         control_group(timeout)
-    return replace(launch, device=device, backend=_backend_name())
+    by_device = dist.get_backend_config()  # "cpu:gloo,cuda:gloo" if one backend serves all devices
+    backends = {entry.partition(":")[2] for entry in by_device.split(",")}
+    return replace(launch, device=device, backend=by_device if len(backends) > 1 else backends.pop())
 
 
 def ranks_on_host() -> int:
@@ -170,13 +172,6 @@ def _select_device(device_type: str, launch: DistributedContext) -> torch.device
         )
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)
-
-
-def _backend_name() -> str:
-    """Backend of the default process group, in one word if one backend serves all devices."""
-    by_device = dist.get_backend_config()  # "cpu:gloo,cuda:gloo" if one backend serves all devices
-    backends = {entry.partition(":")[2] for entry in by_device.split(",")}
-    return backends.pop() if len(backends) == 1 else by_device
 
 
 def _meet(launch: DistributedContext, backend: str, timeout: timedelta) -> None:

@@ -1,7 +1,6 @@
 """The ranks of the job as a mesh: how it is made, who shares rows, and where parameters are sharded."""
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -94,14 +93,6 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def layer_axes(mesh: DeviceMesh | None) -> set[str]:
     """The axes of a mesh along which ranks have the same rows, and different layers or parts of layers."""
     return _OF_LAYERS & set(mesh.mesh_dim_names or () if mesh is not None else ())
-
-
-def mesh_of_rows(meshes: Iterable[DeviceMesh]) -> DeviceMesh | None:
-    """Of the meshes of a model's parameters the largest, which shows how rows are distributed.
-
-    That of experts which ranks share out does not: others come first.
-    """
-    return max(meshes, key=lambda mesh: (EP not in (mesh.mesh_dim_names or ()), mesh.size()), default=None)
 
 
 def cp_size(mesh: DeviceMesh | None) -> int:

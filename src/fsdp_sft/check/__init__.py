@@ -27,7 +27,6 @@ from fsdp_sft._process.devices import device_name, resolve_device
 from fsdp_sft._process.gpus import GIB
 from fsdp_sft._ranks.agree import (
     all_gather_objects,
-    is_distributed,
     said_ranks,
     this_rank,
     world_size,
@@ -273,7 +272,7 @@ def env(args: argparse.Namespace) -> int:
     """
     context, launcher = None, "none"
     try:
-        if is_distributed() or detect_launch().world_size > 1:
+        if world_size() > 1 or detect_launch().world_size > 1:
             context = init_distributed(timeout=_REPORT_SECONDS)
             launcher = f"{context.launcher}, {context.backend}"
     except ValueError as error:  # the report is needed all the more

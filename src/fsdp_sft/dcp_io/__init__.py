@@ -8,24 +8,10 @@ that take a model ``reshard`` it first.
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
 from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
 from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
-from fsdp_sft.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-)
-from fsdp_sft.jobs.preemption import PreemptionGuard
 
 __all__ = [
-    "CheckpointCorruptError",
-    "CheckpointError",
-    "CheckpointExistsError",
     "CheckpointInfo",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
     "LoadedCheckpoint",
-    "PreemptionGuard",
     "SavedCheckpoint",
     "find_checkpoints",
     "load_checkpoint",

@@ -22,7 +22,6 @@ from fsdp_sft._ranks.agree import (
     all_gather_objects,
     control_group,
     difference,
-    is_distributed,
     tell,
     this_rank,
     through_rank_0,
@@ -98,9 +97,8 @@ def _candidates(paths: list[Path]) -> list[Path]:
         raise CheckpointError(f"ranks were told to load different things: {apart}")
     path = paths[0]
     found = [folder for _, folder in step_folders(path)]
-    if (step_number(path) is not None and not found) or (path / MANIFEST_NAME).exists():
-        if not path.is_dir():
-            raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
+    is_step = step_number(path) is not None and path.is_dir() and not found
+    if is_step or (path / MANIFEST_NAME).exists():
         return [path]
     if not found:
         raise CheckpointNotFoundError(
@@ -232,8 +230,8 @@ def save_checkpoint(
             job until the process of rank 0 ends.
         CheckpointExistsError: If that step exists and is sound. A damaged one is moved to
             ``.unsound-step-<step>-<id>``.
-        TypeError: If ``train_state`` or ``rank_state`` has a value that cannot be stored; the message names
-            its key path.
+        TypeError: If ``train_state``, ``rank_state`` or an optimizer has a value that cannot be stored; the
+            message names its key path.
         ValueError: If a number is out of range, or state that is no tensor takes more than 128 MiB.
         UnstorableStateError: If the model or an optimizer has state that could not be loaded again.
         CheckpointError: If ranks do not share the file system or were given different steps or metrics.
@@ -268,7 +266,7 @@ def save_checkpoint(
     )
     background = None
     if async_:
-        background = BackgroundSave(write, control_group(name="background") if is_distributed() else None)
+        background = BackgroundSave(write, control_group(name="background") if world_size() > 1 else None)
     else:
         write()
     return SavedCheckpoint(step_folder(folder, step), time.perf_counter() - started, background)

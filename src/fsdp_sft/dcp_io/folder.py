@@ -40,7 +40,7 @@ from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.stored import Read, StoredFolder, file_header
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, encode_manifest, parse, read_manifest
 from fsdp_sft.dcp_io.parts import RANK, SHARDS, Part, StoredTensor, header_metadata, placed_in, shard_file
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, abridged
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, abridged
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
 
@@ -170,13 +170,7 @@ def _write_own(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> FileR
     rank = this_rank()
     metadata = header_metadata(manifest.step, manifest.world_size, rank, parts)
     tensors = {part.name: part.local for part in parts}
-    try:
-        return write_tensors(folder / shard_file(rank), tensors, metadata)
-    except CheckpointFormatError as error:
-        raise CheckpointError(
-            f"rank {rank} has {len(tensors)} tensors, whose names and shapes are more than a file can "
-            f"begin with: {error}; has rank_state very many tensors?"
-        ) from error
+    return write_tensors(folder / shard_file(rank), tensors, metadata)
 
 
 def _commit(temporary: Path, target: Path, manifest: Manifest, records: list[FileRecord]) -> None:

@@ -104,9 +104,13 @@ def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[
             tensors or context cannot be stored.
     """
     local: Any = local_tensor(tensor)
-    if not is_wrapper_subclass(local):
-        return None, None, {PLAIN: local.detach()}
     kind = type(local)
+    if not is_wrapper_subclass(local):
+        if kind not in (torch.Tensor, nn.Parameter):
+            raise UnstorableStateError(
+                f"{name} is a {kind.__name__}: only plain tensors can be stored and sharded again"
+            )
+        return None, None, {PLAIN: local.detach()}
     if not hasattr(local, "__tensor_flatten__"):
         raise UnstorableStateError(
             f"{name} is a {kind.__name__}, which does not say what is inside it (__tensor_flatten__), so no "
@@ -117,7 +121,7 @@ def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[
     nested = [n for n, t in inner.items() if type(t) not in (torch.Tensor, torch.nn.Parameter)]
     if nested:
         raise UnstorableStateError(f"{name} is a {kind.__name__} with subclasses inside it ({nested})")
-    _encode(context, f"what {kind.__name__} says of {name}")  # raises if that is not possible
+    encode(context, f"what {kind.__name__} says of {name}")  # raises if that is not possible
     return f"{kind.__module__}.{kind.__qualname__}", context, inner
 
 
@@ -154,14 +158,14 @@ def content_of_one(
                     _check_state(value, parameter, f"{fqn}/{name}")
                     tensors[f"{fqn}/{name}"] = value
                 else:
-                    values.setdefault(fqn, {})[name] = _encode(value, f"optimizer state {name!r} of {fqn}")
+                    values.setdefault(fqn, {})[name] = encode(value, f"optimizer state {name!r} of {fqn}")
         # A tensor, such as a learning rate, is exact as a number: a float64 holds every float32.
         numbers = {
             key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             for key, value in group.items()
             if key != "params"
         }
-        options = {key: _encode(value, f"param_groups[{index}][{key!r}]") for key, value in numbers.items()}
+        options = {key: encode(value, f"param_groups[{index}][{key!r}]") for key, value in numbers.items()}
         groups.append({"params": [names[parameter] for parameter in group["params"]], "options": options})
     info = {"class": type(optimizer).__name__, "parameters": parameters, "groups": groups, "values": values}
     return info, tensors
@@ -196,14 +200,8 @@ def _check_storable(optimizer: Optimizer, together: Sequence[Optimizer]) -> None
 
 def _check_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> None:
     """Refuse what cannot be stored and sharded again: 0-dim, or shaped and sharded as its parameter, can."""
-    kind = type(local_tensor(value))
-    if is_wrapper_subclass(value):
-        _take_apart(name, value)  # raises for a subclass that does not say what is inside it
-    elif kind not in (torch.Tensor, nn.Parameter):
-        raise UnstorableStateError(
-            f"{name} is a {kind.__name__}: only plain tensors can be stored and sharded again"
-        )
-    elif value.ndim == 0 and not isinstance(value, DTensor):
+    kind, _, _ = _take_apart(name, value)  # raises if it cannot be stored
+    if kind is None and value.ndim == 0 and not isinstance(value, DTensor):
         return
     if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
         raise UnstorableStateError(
@@ -211,14 +209,6 @@ def _check_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> Non
             f"{type(parameter).__name__} {tuple(parameter.shape)}: only 0-dim tensors and tensors like the "
             "parameter can be sharded again"
         )
-
-
-def _encode(value: Any, where: str) -> Any:
-    """A value as JSON; ``UnstorableStateError`` if JSON cannot hold it."""
-    try:
-        return encode(value, where)
-    except TypeError as error:
-        raise UnstorableStateError(str(error)) from error
 
 
 # The optimizers in a checkpoint: comparing them with live ones, and reading them.

@@ -41,9 +41,8 @@ class StoredTensor:
     sharding: Sharding
     copy: int = 0
 
-    def parts(self, wanted: Box | None = None) -> Iterator[tuple[str, Box]]:
-        """(file, box in it) of the parts that intersect ``wanted`` (None: the whole tensor)."""
-        wanted = wanted or whole(self.shape)
+    def parts(self, wanted: Box) -> Iterator[tuple[str, Box]]:
+        """(file, box in it) of the parts that intersect ``wanted``."""
         for rank, box in self.sharding.parts(self.shape, self.copy, wanted):
             yield shard_file(rank), box
 

@@ -12,7 +12,7 @@ from fsdp_sft._model.state import model_tensors
 from fsdp_sft._model.view import unwrapped
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft.export.settings import end_of_turn, write_generation_config, write_tokenizer
+from fsdp_sft.export.settings import write_chat
 from fsdp_sft.export.target import new_folder
 
 if TYPE_CHECKING:
@@ -75,13 +75,9 @@ def export_adapter(
             if this_rank() == 0:
                 _save(model, export.temporary, gathered, name)
                 if tokenizer is not None or chat_template is not None:
-                    template = write_tokenizer(export.temporary, tokenizer, chat_template)
                     base: Any = model.get_base_model()
-                    write_generation_config(
-                        export.temporary, base, base.config, end_of_turn(tokenizer, template)
-                    )
-    folder: Path = export.folder
-    return folder
+                    write_chat(export.temporary, base, base.config, tokenizer, chat_template)
+    return Path(export.folder)
 
 
 def _saved_by_peft(model: "PeftModel") -> tuple[str, dict[str, torch.Tensor]]:

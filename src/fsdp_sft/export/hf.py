@@ -99,7 +99,6 @@ def export_hf(
     reshard(model)
     merges = adapted_layers(model)
     files: WeightFiles | None = None
-    base: Any
     with (
         without_adapters(model, trained=True) as base,
         ExitStack() as opened,
@@ -124,8 +123,7 @@ def export_hf(
             gatherer.attempt(files.finish)
         gatherer.finish(f"exporting to {target}")
     tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, export.folder)
-    folder: Path = export.folder
-    return folder
+    return Path(export.folder)
 
 
 @torch.no_grad()

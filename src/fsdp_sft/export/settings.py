@@ -28,17 +28,18 @@ from fsdp_sft.weights.resolve import PROCESSOR_FILES, open_checkpoint, resolved_
 # What an exported model needs in order to chat as it was trained: chat template and end of an answer.
 
 
-def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> str | None:
-    """Save a tokenizer or processor with the template that was trained. The caller's object stays as it is.
+def write_chat(folder: Path, model: Any, config: Any, tokenizer: Any, chat_template: str | None) -> None:
+    """Save a tokenizer or processor with the template that was trained, and a generation config that fits.
+
+    The caller's objects stay as they are.
 
     Args:
         folder: Folder of the export.
+        model: A transformers model.
+        config: Its config.
         tokenizer: Tokenizer or processor; None saves the template alone.
         chat_template: Template with which rows were encoded, or the name of one of the tokenizer's; None is
             the tokenizer's own.
-
-    Returns:
-        The template that the folder has afterwards; None if it has none.
     """
     named = getattr(tokenizer, "chat_template", None) or getattr(
         tokenizer_of(tokenizer), "chat_template", None
@@ -66,7 +67,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
     if template is not None:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
         write_bytes(folder / "chat_template.jinja", template.encode())
-    return template
+    write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
 
 
 def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
@@ -283,15 +284,14 @@ def write_settings(
         folder: Folder of the export.
         title: Title of the card.
         dtype: Dtype of the export; None is the model's.
-        tokenizer: See ``write_tokenizer``.
-        chat_template: See ``write_tokenizer``.
+        tokenizer: See ``write_chat``.
+        chat_template: See ``write_chat``.
     """
     carry_code(model, config, folder)
     carry_processor(model.config, folder)
     config.save_pretrained(folder)
     _say_to_others(config, folder / "config.json")
-    template = write_tokenizer(folder, tokenizer, chat_template)
-    write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
+    write_chat(folder, model, config, tokenizer, chat_template)
     card = model_card(model, title, config.architectures[0], dtype or model.dtype)
     write_bytes(folder / "README.md", card.encode())
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fsdp_sft._compat.groups import default_store
 from fsdp_sft._process.identity import process_state, this_process
-from fsdp_sft._ranks.agree import is_distributed, said_ranks, this_rank, world_size
+from fsdp_sft._ranks.agree import said_ranks, this_rank, world_size
 
 STALL_EXIT_CODE = 86
 """Exit code of every rank after the watchdog has reported a stall; no shell or scheduler uses it itself."""
@@ -122,7 +122,7 @@ class Watchdog:
         self._rank, self._world_size = this_rank(), world_size()
         self._name = f"rank {self._rank} (host {os.uname().nodename}, process {os.getpid()})"
         self._store: Any = dist.HashStore()
-        if is_distributed():
+        if world_size() > 1:
             store = default_store().clone()  # calls of one client would wait for each other
             store.set_timeout(timedelta(seconds=max(self.timeout / 3, 1.0)))
             # Watchdogs are counted, so that all ranks give one the same number.

@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.forward import check_ids, check_labels
 from fsdp_sft._model.sharded import refuse_changed_gradients
 from fsdp_sft._model.twin import keep_config, text_config
 from fsdp_sft._model.view import base_of, record_of, replicated_by, unwrapped
-from fsdp_sft._model.vocabulary import check_ids, check_labels
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._ranks.init import env_int

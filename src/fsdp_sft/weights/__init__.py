@@ -6,14 +6,10 @@ transformers' renames and conversions, to the bytes that it is made of (``proven
 only the bytes of its own shards.
 """
 
-from fsdp_sft.errors import (
-    CheckpointFormatError as CheckpointFormatError,
-)
 from fsdp_sft.weights.load import LoadReport as LoadReport, load_weights as load_weights
 from fsdp_sft.weights.meta import build_meta_model as build_meta_model
 
 __all__ = [
-    "CheckpointFormatError",
     "LoadReport",
     "build_meta_model",
     "load_weights",

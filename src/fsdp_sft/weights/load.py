@@ -18,8 +18,7 @@ from fsdp_sft._model.blocks import freeze_towers as freeze_towers_of
 from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.view import base_of, inner_model, transformers_models
 from fsdp_sft._process.devices import check_dtypes
-from fsdp_sft._ranks.agree import agreed, all_gather_objects, all_reduce_sum, difference, tell
-from fsdp_sft.errors import CheckpointFormatError
+from fsdp_sft._ranks.agree import agree_on, agreed, all_reduce_sum, tell
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
@@ -169,15 +168,8 @@ def _load(model: nn.Module, checkpoint: Checkpoint, missing: str, unexpected: st
         refuse_initialised_from_base((getattr(model, "peft_config", None) or {}).values())
         plan = make_plan(model, checkpoint.stored, missing=missing, unexpected=unexpected)
         sources = account(plan)
-        digest = plan.digest()
-    seen = all_gather_objects((digest, {"missing": missing, "unexpected": unexpected, "seed": seed}))
-    if apart := difference([(rank, theirs) for rank, (_, theirs) in enumerate(seen)]):
-        raise ValueError(f"ranks load with different arguments: {apart}")
-    if different := [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]:
-        raise CheckpointFormatError(
-            f"ranks {different[:8]} see another checkpoint in {checkpoint.name} than rank 0; is every node's "
-            "copy the same?"
-        )
+        facts = {"missing": missing, "unexpected": unexpected, "seed": seed, "checkpoint": plan.digest()}
+    agree_on(f"loading {checkpoint.name}", **facts)
     bytes_read = fill(plan, seed=seed)
     report = LoadReport(
         bytes_read=bytes_read,
