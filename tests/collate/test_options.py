@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_sft.collate import (
-    IGNORE_INDEX,
-    SFTCollator,
-    encode_chat,
-    filter_rows,
-    render_labels,
-    render_labels_html,
-)
+from fsdp_sft import IGNORE_INDEX, SFTCollator, encode_chat, filter_rows, render_labels, render_labels_html
 from tests.harness import chat_templates as ct
 
 QWEN3 = ct.byte_tokenizer("qwen3")

@@ -16,18 +16,12 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_sft import IGNORE_INDEX, ChatTemplateError, encode_chat, filter_rows
 from fsdp_sft._compat import data
-from fsdp_sft.collate import (
-    IGNORE_INDEX,
-    ChatTemplateError,
-    encode_chat,
-    filter_rows,
-    spans,
-)
+from fsdp_sft.collate import spans
 from fsdp_sft.collate.encode import tokenise
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import read_row
-from fsdp_sft.collate.spans import find_turns
 from fsdp_sft.collate.template import ChatTemplate
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, assert_matches_hand_written, chat, marks, shown
@@ -298,12 +292,12 @@ def test_a_template_that_refuses_the_conversation_names_itself():
         encode_chat(chat(("system", "s"), "a", "b"), tokenizer)
 
 
-def test_private_use_characters_of_the_sentinels_are_texts_like_others():
-    sentinel = "\U000f5b010\U000f5b02"
+def test_the_signs_of_the_sentinels_are_texts_like_others():
+    sentinel = "\U000106000\U00010601"
     for question, answer in (
         ("a", sentinel),
         (sentinel, "a"),
-        (sentinel, "\U000f5b01 b"),
+        (sentinel, "\U00010600 b"),
         (sentinel, sentinel),
     ):
         assert f"<|im_start|>assistant\n⟦{answer}<|im_end|>⟧" in shown(chat(question, answer))
@@ -334,7 +328,7 @@ def test_special_tokens_are_not_added_a_second_time():
 
 def test_the_worked_example_at_the_top_of_the_module_is_true():
     template = ChatTemplate(TOKENIZERS["chatml"])
-    found = find_turns(template, read_row(chat("1 + 1?", "2")), EncodeOptions())
+    found = spans.find_turns(template, read_row(chat("1 + 1?", "2")), EncodeOptions())
     lines = (spans.__doc__ or "").splitlines()
     text = found.text.replace("\n", "↵")
     (number,) = [n for n, line in enumerate(lines) if line.strip() == text]
