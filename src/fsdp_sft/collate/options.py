@@ -12,6 +12,13 @@ from fsdp_sft.collate.messages import ROLES
 
 TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
 
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "train_reasoning": (True, False),
+    "empty_reasoning": ("mask", "train"),
+    "truncation": ("right", "left", "error"),
+    "on_dropped": ("error", "count"),
+}
+
 
 class EncodeKeywords(TypedDict, total=False):
     """Options of `encode_chat` that the collator and the filter pass on to it."""
@@ -49,14 +56,12 @@ class EncodeOptions:
             if not roles or roles - set(ROLES):
                 raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {self.train_on!r}")
             object.__setattr__(self, "train_on", tuple(sorted(roles)))
-        check_choice("train_reasoning", self.train_reasoning, (True, False))
+        for name, allowed in _CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
         if self.train_on == "all" and not self.train_reasoning:
             raise ValueError('train_reasoning=False contradicts train_on="all", which trains every token')
         if self.max_length is not None:
             check_count("max_length", self.max_length)
-        check_choice("empty_reasoning", self.empty_reasoning, ("mask", "train"))
-        check_choice("truncation", self.truncation, ("right", "left", "error"))
-        check_choice("on_dropped", self.on_dropped, ("error", "count"))
 
 
 def options_of(function: str, options: Mapping[str, Any], **own: Any) -> EncodeOptions:
