@@ -251,7 +251,7 @@ def test_templates_that_depend_on_what_the_user_wrote():
         ("{{ message.content }}", "{{ message.content[:2] }}", "exactly once"),
         ("{{ message.content }}", "{% if message.content != 'b' %}{{ message.content }}{% endif %}", "match"),
         ("{% for message in messages %}", "{% for message in messages[:4] %}", "does not print message 5"),
-        (ct._CALLS, "", "does not print the tool call of message 3"),
+        (ct._CALLS, "", "does not print the name of a tool of message 3"),
         (ct._PROMPT, ct._PROMPT + "{% if messages[-1].content == 'f' %}END{% endif %}", "match the first"),
     ],
 )
@@ -292,12 +292,12 @@ def test_a_template_that_refuses_the_conversation_names_itself():
         encode_chat(chat(("system", "s"), "a", "b"), tokenizer)
 
 
-def test_the_signs_of_the_sentinels_are_texts_like_others():
-    sentinel = "\U000106000\U00010601"
+def test_private_use_characters_of_the_sentinels_are_texts_like_others():
+    sentinel = "\U000f5b010\U000f5b02"
     for question, answer in (
         ("a", sentinel),
         (sentinel, "a"),
-        (sentinel, "\U00010600 b"),
+        (sentinel, "\U000f5b01 b"),
         (sentinel, sentinel),
     ):
         assert f"<|im_start|>assistant\n⟦{answer}<|im_end|>⟧" in shown(chat(question, answer))

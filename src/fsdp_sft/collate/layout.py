@@ -24,10 +24,11 @@ from fsdp_sft.errors import ChatTemplateError
 if TYPE_CHECKING:
     from fsdp_sft.collate.template import ChatTemplate
 
-# A sentinel is a number between two signs of Linear A, an extinct script: they mean nothing to templates and
-# to strip(), and the repr of Python, in which some templates print nested arguments, leaves them as they are.
-OPEN, CLOSE = "\U00010600", "\U00010601"
+# A sentinel is a number between two private-use characters, which mean nothing to templates and strip().
+# Python's repr escapes them, so a probe finds none where a template prints a list of parts as Python does.
+OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+_ESCAPED = repr(OPEN)[1:-1]
 
 Skeleton = tuple[list[str], list[int]]  # the N + 1 texts around N sentinels, and the sentinels' numbers
 
@@ -326,6 +327,8 @@ def sentinel(number: int) -> str:
 
 def split_at_sentinels(text: str) -> Skeleton:
     """(the N + 1 texts around the sentinels of a text, the numbers of the N sentinels)."""
+    if _ESCAPED in text:  # some templates print nested arguments with Python's repr, which escapes sentinels
+        text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
     pieces = SENTINEL.split(text)
     return pieces[::2], [int(number) for number in pieces[1::2]]
 

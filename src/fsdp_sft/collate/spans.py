@@ -8,7 +8,7 @@ places of the contents. If it does not, a `ChatTemplateError` is raised. A senti
 print stands for a text that the template drops.
 
 An example, with a ChatML template. `↵` is a line break, and `⟨0⟩` is the sentinel of text 0 (the number
-between two signs that nobody writes)::
+between two private-use characters)::
 
     messages:  user "1 + 1?", assistant "2"
 
