@@ -303,7 +303,7 @@ def _batch(packed: bool, seed: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(3, _VOCABULARY, (length,), generator=generator).tolist()
         rows.append(fs.EncodedChat(input_ids=ids, labels=[-100, *ids[1:]]))
     if packed:
-        return fs.PackedCollator(max_length=2 * _LENGTH, padding="max_length")(rows)
+        return fs.PackedCollator(max_length=2 * _LENGTH, pad_to_multiple_of=2 * _LENGTH)(rows)
     width = max(lengths) + max(lengths) % 2  # which two ranks can share
     columns = {
         "input_ids": [[*row.input_ids, *[0] * (width - len(row.input_ids))] for row in rows],

@@ -115,7 +115,7 @@ def test_varlen_attention_trains_packs_as_sdpa_does(
     # Most rows are longer than a window of 8, which two of Gemma's layers have here.
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     model = tiny_model(family, **({"layer_types": kinds} if family == "gemma3" else {})).cuda()
-    pack = fs.PackedCollator(max_length=256, padding="max_length")(drawn_rows(12))
+    pack = fs.PackedCollator(max_length=256, pad_to_multiple_of=256)(drawn_rows(12))
     batch = {name: column.cuda() for name, column in pack.items()}
     exact_loss, exact = _gradients(model, batch)
     model.bfloat16()

@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fsdp_sft.collate import ChatTemplateError, EncodedChat, encode_chat, render_labels_html
+from fsdp_sft import ChatTemplateError, EncodedChat, encode_chat, render_labels_html
 from fsdp_sft.collate.rows import read_row
 
 CHATML = (

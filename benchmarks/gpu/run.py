@@ -95,7 +95,7 @@ def joined(rows: list[fs.EncodedChat], length: int) -> list[fs.EncodedChat]:
 def make_packs(path: Path, rows: list[fs.EncodedChat], args: argparse.Namespace) -> list[list[list[int]]]:
     """Save each rank's packs of all steps; returns the lengths of the rows of each rank's packs."""
     lengths, targets = fs.row_sizes(rows)
-    collate = fs.PackedCollator(max_length=args.seq, padding="max_length")
+    collate = fs.PackedCollator(max_length=args.seq, pad_to_multiple_of=args.seq)
     count = (args.warmup + args.steps) * args.packs_per_step
     packs, sizes = [], []
     for rank in range(args.gpus):

@@ -184,7 +184,9 @@ def run_fsdp_sft(folder: Path, args: argparse.Namespace) -> None:
     if args.way == "packed":
         lengths, targets = fs.row_sizes(rows)
         sampler = fs.PackedSampler(lengths, max_length=args.pack_length, num_targets=targets)
-        collate = meter.counted(fs.PackedCollator(max_length=args.pack_length, padding="max_length"))
+        collate = meter.counted(
+            fs.PackedCollator(max_length=args.pack_length, pad_to_multiple_of=args.pack_length)
+        )
         fs.use_varlen_attention(model)
         loader = DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
     else:

@@ -9,16 +9,10 @@ from fsdp_sft._ranks.init import (
 from fsdp_sft._ranks.mesh import build_mesh as build_mesh
 from fsdp_sft.attention.context_parallel import use_context_parallel as use_context_parallel
 from fsdp_sft.attention.varlen import use_varlen_attention as use_varlen_attention
-from fsdp_sft.collate import (
-    IGNORE_INDEX as IGNORE_INDEX,
-    EncodedChat as EncodedChat,
-    SFTCollator as SFTCollator,
-    encode_chat as encode_chat,
-    filter_rows as filter_rows,
-    render_labels as render_labels,
-    render_labels_html as render_labels_html,
-)
+from fsdp_sft.collate.collator import SFTCollator as SFTCollator, filter_rows as filter_rows
+from fsdp_sft.collate.encode import EncodedChat as EncodedChat, encode_chat as encode_chat
 from fsdp_sft.collate.encoded import EncodedDataset as EncodedDataset, encode_dataset as encode_dataset
+from fsdp_sft.collate.render import render_labels as render_labels, render_labels_html as render_labels_html
 from fsdp_sft.dcp_io import (
     find_checkpoints as find_checkpoints,
     load_checkpoint as load_checkpoint,
@@ -113,6 +107,7 @@ from fsdp_sft.step import (
     train_step as train_step,
     windows as windows,
 )
+from fsdp_sft.targets import IGNORE_INDEX as IGNORE_INDEX
 from fsdp_sft.weights import (
     build_meta_model as build_meta_model,
     load_weights as load_weights,

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft.collate import ChatTemplateError, encode_chat
+from fsdp_sft import ChatTemplateError, encode_chat
 from tests.collate import mask_oracle as oracle
 from tests.collate.template_tokenizers import forms, tokenizer_for
 

@@ -8,16 +8,16 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import fsdp_sft as fs
-from fsdp_sft.collate import (
+from fsdp_sft import (
     IGNORE_INDEX,
     ChatTemplateError,
     EncodedChat,
     SFTCollator,
     encode_chat,
+    encode_dataset,
     filter_rows,
     render_labels,
 )
-from fsdp_sft.collate.encoded import encode_dataset
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, chat, marks, shown
 

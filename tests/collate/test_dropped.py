@@ -5,14 +5,8 @@ from typing import Any
 import pytest
 
 import fsdp_sft as fs
-from fsdp_sft.collate import (
-    NOTES,
-    REFUSALS,
-    ChatTemplateError,
-    SFTCollator,
-    encode_chat,
-    filter_rows,
-)
+from fsdp_sft import ChatTemplateError, SFTCollator, encode_chat, filter_rows
+from fsdp_sft.collate import collator, notes
 from fsdp_sft.collate.template import ChatTemplate
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
@@ -132,7 +126,7 @@ def test_counting_gives_reasons_indices_and_examples() -> None:
     assert list(counts.indices["malformed"]) == [2, 4]
     assert counts.examples["dropped_text"][0].startswith("row 1: the chat template of")
     assert "surrogates not allowed" in counts.examples["malformed"][1]
-    assert set(counts) <= {"kept", *REFUSALS, *NOTES}
+    assert set(counts) <= {"kept", *collator.REFUSALS, *notes.NOTES}
     kept, counts = filter_rows(rows, tokenizer(), on_error="count", on_dropped="count")
     assert kept == rows[:2]
     assert counts == {"kept": 2, "dropped": 1, "malformed": 2, "no_target": 1}

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fsdp_sft as fs
-from fsdp_sft.collate import encoded as module, filter_rows
+from fsdp_sft.collate import encoded as module
 from fsdp_sft.sampling.collator import row_sizes
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
@@ -59,7 +59,7 @@ def test_rows_are_those_of_encode_chat(kind: str, tmp_path: Path) -> None:
     assert encoded.num_targets.tolist() == [one.num_targets for one in expected]
     assert row_sizes(encoded) == row_sizes(expected)
     if kind != "encoded":
-        _, counts = filter_rows(rows(), TOKENIZER, max_length=60)
+        _, counts = fs.filter_rows(rows(), TOKENIZER, max_length=60)
         assert encoded.counts == counts
         assert encoded.counts.indices == counts.indices
         assert encoded.counts.examples == counts.examples
@@ -344,5 +344,5 @@ def test_a_job_that_was_killed_loses_the_shard_in_work(tmp_path: Path) -> None:
     again = fs.encode_dataset(rows(NUMBER), TOKENIZER, max_length=60, cache_dir=tmp_path)
     assert again.path == folder
     assert {path: path.stat().st_ino for path in done} == done
-    assert again.counts == filter_rows(rows(NUMBER), TOKENIZER, max_length=60)[1]
+    assert again.counts == fs.filter_rows(rows(NUMBER), TOKENIZER, max_length=60)[1]
     assert list(again) == plainly(rows(NUMBER), max_length=60)

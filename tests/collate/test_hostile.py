@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft.collate import EncodedChat, SFTCollator, encode_chat, filter_rows
+from fsdp_sft import EncodedChat, SFTCollator, encode_chat, filter_rows
 from tests.harness import chat_templates as ct
 from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.chats import TOKENIZERS, chat, shown

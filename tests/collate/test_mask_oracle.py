@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_sft.collate import IGNORE_INDEX, ChatTemplateError, encode_chat
+from fsdp_sft import IGNORE_INDEX, ChatTemplateError, encode_chat
 from tests.collate import mask_oracle as oracle
 from tests.collate.template_tokenizers import byte_tokenizer, forms
 from tests.harness import chat_templates as ct

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
-from fsdp_sft.collate import filter_rows
+from fsdp_sft import filter_rows
 from tests.collate.template_tokenizers import ROW, tokenizer_for, turns
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_sft.collate import (
-    IGNORE_INDEX,
-    SFTCollator,
-    encode_chat,
-    filter_rows,
-    render_labels,
-    render_labels_html,
-)
+from fsdp_sft import IGNORE_INDEX, SFTCollator, encode_chat, filter_rows, render_labels, render_labels_html
 from tests.harness import chat_templates as ct
 
 QWEN3 = ct.byte_tokenizer("qwen3")
@@ -91,7 +84,7 @@ def test_reasoning_that_is_not_printed_changes_nothing() -> None:
 
 
 def test_reasoning_options() -> None:
-    with pytest.raises(ValueError, match="train_reasoning must be True or False"):
+    with pytest.raises(ValueError, match="train_reasoning must be one of True, False"):
         encode_chat(answer("a"), CHATML, train_reasoning="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='contradicts train_on="all"'):
         SFTCollator(CHATML, max_length=9, train_on="all", train_reasoning=False)

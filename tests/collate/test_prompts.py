@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import transformers as tf
 
-from fsdp_sft.collate import encode_chat, filter_rows
+from fsdp_sft import encode_chat, filter_rows
 from fsdp_sft.errors import ChatTemplateError
 from tests.collate.template_tokenizers import ROW, tokenizer, tokenizer_for, turns
 from tests.harness import chat_templates as ct

@@ -9,12 +9,7 @@ import tokenizers
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft.collate import (
-    ChatTemplateError,
-    EncodedChat,
-    encode_chat,
-    render_labels,
-)
+from fsdp_sft import ChatTemplateError, EncodedChat, encode_chat, render_labels
 from fsdp_sft.collate.rows import read_row
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, chat, shown
@@ -27,7 +22,7 @@ from tests.harness.chats import TOKENIZERS, chat, shown
                       {"role": "assistant", "content": [{"type": "text", "value": "b"}],
                        "tool_calls": None}]},
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]},
+        {"messages": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]},
         {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
         {"instruction": "a", "output": "b"},
         {"instruction": "a", "input": "", "output": "b", "system": "", "history": None},
@@ -198,7 +193,7 @@ def test_encoded_rows_pass_through_with_truncation():
         ),
         ({"messages": [{"role": "assistant", "content": "a", "reasoning_content": 3}]}, "cannot be read"),
         ({"conversations": [{"from": "bot", "value": "a"}]}, "has the role 'bot'; known roles: human"),
-        ({"conversations": [{"value": "a"}]}, "the row cannot be read: KeyError: 'from'"),
+        ({"conversations": [{"value": "a"}]}, "has the role None; known roles: system"),
         ({"conversations": [{"from": "human", "value": None}]}, "value must be a string"),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "function_call must be JSON"),
         ({"instruction": "a"}, r"output \(assistant side\) must be a string, got NoneType"),

@@ -62,7 +62,7 @@ def _rows(share: int, micro_batch: int) -> Any:
 def _batch(share: int, micro_batch: int, kind: str) -> dict[str, torch.Tensor]:
     if kind == PADDED:
         return batch_of(_rows(share, micro_batch), PADDED)
-    collate = fs.PackedCollator(max_length=24, padding="max_length", pad_token_id=3)
+    collate = fs.PackedCollator(max_length=24, pad_to_multiple_of=24)
     rows = [{"input_ids": i.tolist(), "labels": j.tolist()} for i, j in _rows(share, micro_batch)]
     return collate(rows)
 

@@ -2,12 +2,7 @@
 
 import itertools
 
-from fsdp_sft.collate import (
-    IGNORE_INDEX,
-    EncodedChat,
-    encode_chat,
-    render_labels,
-)
+from fsdp_sft import IGNORE_INDEX, EncodedChat, encode_chat, render_labels
 from tests.harness import chat_templates as ct
 
 TOKENIZERS = {name: ct.byte_tokenizer(name) for name in ct.FAMILIES}

@@ -145,7 +145,7 @@ def test_losses_of_tokens_need_no_routers_loss() -> None:
 def test_what_fills_a_pack_up_is_no_token() -> None:
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [9, 9], "labels": [-100, -100]}]
     for filled, tokens in ((5, 3), (8, 5), (6, 5)):
-        pack = fs.PackedCollator(max_length=filled, padding="max_length", pad_token_id=1)(rows)
+        pack = fs.PackedCollator(max_length=filled, pad_to_multiple_of=filled)(rows)
         assert num_tokens(pack) == tokens, pack
     # A row that is one id but has a target is a row.
     told = [rows[0], {"input_ids": [9, 9], "labels": [-100, 9]}]

@@ -38,8 +38,8 @@ MISTAKES = [
     Mistake(
         "the rows of a shard are those of the one before",
         "collate/encoded.py",
-        "_encode_shard(path, start, _rows_of(source, start, stop),",
-        "_encode_shard(path, start, _rows_of(source, 0, stop - start),",
+        "_encode_shard(path, start, _rows_of(source, section),",
+        "_encode_shard(path, start, _rows_of(source, range(len(section))),",
         ENCODED,
     ),
     Mistake(

@@ -2,8 +2,8 @@
 
 from tests.mistakes.mistake import Mistake
 
-ATTENTION_MASK = '"attention_mask": _padded([ones * len(chat.input_ids) for chat in chats], length, 0),'
-LABELS = '"labels": _padded([chat.labels for chat in chats], length, IGNORE_INDEX),'
+ATTENTION_MASK = '"attention_mask": padded([[1] * len(chat.input_ids) for chat in chats], length, 0),'
+LABELS = '"labels": padded([chat.labels for chat in chats], length, IGNORE_INDEX),'
 MISTAKES = [
     Mistake(
         "an answer that another tool would leave out is trained",
@@ -94,14 +94,14 @@ MISTAKES = [
         "labels are the ids",
         "collate/collator.py",
         LABELS,
-        '"labels": _padded([chat.input_ids for chat in chats], length, IGNORE_INDEX),',
+        '"labels": padded([chat.input_ids for chat in chats], length, IGNORE_INDEX),',
         ("tests/collate/test_collator.py",),
     ),
     Mistake(
         "padding told by token id",
         "collate/collator.py",
         ATTENTION_MASK,
-        '"attention_mask": _padded([c.input_ids for c in chats], length, filler).ne(filler) * 1,',
+        '"attention_mask": padded([c.input_ids for c in chats], length, filler).ne(filler) * 1,',
         ("tests/collate/test_collator.py",),
     ),
     Mistake(

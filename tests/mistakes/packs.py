@@ -8,15 +8,15 @@ MISTAKES = [
     Mistake(
         "a packed row predicts the first token of the next",
         "sampling/collator.py",
-        "labels.extend([IGNORE_INDEX, *chat.labels[1:]])",
-        "labels.extend(chat.labels)",
+        "chain.from_iterable([IGNORE_INDEX, *chat.labels[1:]] for chat in chats)",
+        "chain.from_iterable(chat.labels for chat in chats)",
         ("tests/sampling/packing/test_packs.py",),
     ),
     Mistake(
         "positions that run on over packed rows",
         "sampling/collator.py",
-        "torch.cat([torch.arange(length) for length in [*lengths, filler]])",
-        "torch.arange(total + filler)",
+        "torch.cat([torch.arange(size) for size in [*lengths, length - total]])",
+        "torch.arange(length)",
         ("tests/sampling/packing/test_packs.py",),
     ),
     Mistake(

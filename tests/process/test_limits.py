@@ -18,7 +18,7 @@ from fsdp_sft._process import limits
 from fsdp_sft._process.identity import process_state, this_process
 from fsdp_sft._ranks import agree
 from fsdp_sft._tensors import disk, reader, stored
-from fsdp_sft.collate import FilterCounts, encoded
+from fsdp_sft.collate import collator, encoded
 from fsdp_sft.dcp_io import folder
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
@@ -104,7 +104,7 @@ def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
         (disk, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (disk, "open_file", lambda: fs.load_checkpoint(tmp_path / "steps", model=model)),
         (stored, "open_file", lambda: fs.load_full_state_dict(model, tmp_path / "model.safetensors")),
-        (encoded, "safe_open", lambda: encoded._read_shard(tmp_path / "model.safetensors", FilterCounts())),
+        (encoded, "safe_open", lambda: encoded._read_shard(tmp_path / "model.safetensors", collator.FilterCounts())),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, _refusing)

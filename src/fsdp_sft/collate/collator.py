@@ -11,10 +11,10 @@ import torch
 from typing_extensions import Unpack
 
 from fsdp_sft._model.view import tokenizer_of
-from fsdp_sft.collate.encode import EncodedChat, encode_all, encode_rows, reason_of
+from fsdp_sft.collate.encode import EncodedChat, encode_all, encode_rows
 from fsdp_sft.collate.notes import NOTES, warn_of_notes
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count, options_of
-from fsdp_sft.errors import printable, row_error
+from fsdp_sft.errors import RowError, row_error
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ REFUSALS = {
 class FilterCounts(dict[str, int]):
     """Numbers of rows by outcome: a dict of "kept" and of the reasons and notes that occur.
 
-    "kept" and the reasons in `fsdp_sft.collate.REFUSALS` add up to the number of rows. The notes in
-    `fsdp_sft.collate.NOTES` are about kept rows, and are counted in addition.
+    "kept" and the reasons in `fsdp_sft.collate.collator.REFUSALS` add up to the number of rows. The notes in
+    `fsdp_sft.collate.notes.NOTES` are about kept rows, and are counted in addition.
 
     Attributes:
         indices: Indices of the rows, by reason or note.
@@ -152,10 +152,10 @@ def kept_rows(
         for index, (row, chat) in enumerate(
             zip(block, encode_rows(block, tokenizer, options), strict=True), first
         ):
-            if isinstance(chat, ValueError):
+            if isinstance(chat, RowError):
                 if on_error == "raise":
-                    raise row_error(f"row {index}: {chat}", reason_of(chat)) from chat
-                counts.add(reason_of(chat), [index], [f"row {index}: {printable(str(chat))}"])
+                    raise row_error(f"row {index}: {chat}", chat.reason) from chat
+                counts.add(chat.reason, [index], [f"row {index}: {chat}"])
             elif not chat.num_targets:
                 reason = "truncated_away" if "truncated_away" in chat.notes else "no_target"
                 counts.add(reason, [index], [f"row {index}: {REFUSALS[reason]}"])
@@ -180,8 +180,8 @@ class SFTCollator:
             be; `max_length` itself gives all batches that length.
         on_dropped: What to do if the template does not print a text of a trained message: "error" raises,
             "count" keeps the row; give what `filter_rows` was given.
-        **options: Further options of `encode_chat`. Each note of `fsdp_sft.collate.NOTES` is warned of once;
-            with `truncation` among the options not so that `max_length` leaves nothing of an answer.
+        **options: Further options of `encode_chat`. Each note of `fsdp_sft.collate.notes.NOTES` is warned of
+            once; with `truncation` among the options not so that `max_length` leaves nothing of an answer.
 
     Raises:
         ValueError: For an option that is not allowed.
@@ -227,19 +227,18 @@ class SFTCollator:
         longest = max(len(chat.input_ids) for chat in chats)
         length = longest + -longest % self.pad_to_multiple_of
         filler = self.tokenizer.pad_token_id or 0  # any id will do
-        ones = array("q", [1])
         return {
-            "input_ids": _padded([chat.input_ids for chat in chats], length, filler),
-            "attention_mask": _padded([ones * len(chat.input_ids) for chat in chats], length, 0),
-            "labels": _padded([chat.labels for chat in chats], length, IGNORE_INDEX),
+            "input_ids": padded([chat.input_ids for chat in chats], length, filler),
+            "attention_mask": padded([[1] * len(chat.input_ids) for chat in chats], length, 0),
+            "labels": padded([chat.labels for chat in chats], length, IGNORE_INDEX),
         }
 
 
-def _padded(rows: Sequence[Sequence[int]], length: int, filler: int) -> torch.Tensor:
+def padded(rows: Iterable[Iterable[int]], length: int, filler: int) -> torch.Tensor:
     """Rows as one tensor ``(B, length)``, filled up with ``filler``."""
     # Through one buffer, since torch.tensor(lists) converts item by item and takes several times as long.
     flat = array("q")
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
         flat.extend(row)
-        flat.extend(array("q", [filler]) * (length - len(row)))
-    return torch.frombuffer(flat, dtype=torch.int64).view(len(rows), length)
+        flat.extend([filler] * (number * length - len(flat)))
+    return torch.frombuffer(flat, dtype=torch.int64).view(-1, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_sft._model.view import tokenizer_of
-from fsdp_sft.collate.messages import as_text
+from fsdp_sft.collate.messages import as_text, refuse_media, shortened
 from fsdp_sft.collate.notes import notes_of, warn_of_notes
 from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (
     Conversation,
-    check_encoded,
-    read_encoded,
     read_row,
     shape_of,
     template_variables,
@@ -104,7 +103,7 @@ class EncodedChat:
     Attributes:
         input_ids: Token ids of the whole conversation, (S,).
         labels: The same ids where trained and -100 elsewhere, (S,), not shifted.
-        notes: Remarks on the row: names of `fsdp_sft.collate.NOTES`.
+        notes: Remarks on the row: names of `fsdp_sft.collate.notes.NOTES`.
 
     Example:
         >>> chat = fs.EncodedChat(input_ids=[5, 6, 7], labels=[-100, 6, 7])
@@ -124,12 +123,47 @@ class EncodedChat:
         return len(targets) - targets.count(IGNORE_INDEX)
 
 
-def read_tokenised(row: Mapping[str, Any] | EncodedChat) -> EncodedChat:
-    """A row with `input_ids` and `labels`, or an `EncodedChat`; ValueError for a malformed one."""
-    if not isinstance(row, EncodedChat):
-        return EncodedChat(*read_encoded(row))
-    check_encoded(row.input_ids, row.labels)
-    return row
+def read_encoded(row: Any) -> EncodedChat:
+    """A row with `input_ids` and `labels`, or an `EncodedChat`.
+
+    Raises:
+        ValueError: If ids or labels are missing, belong not together or fit in no tensor, or if the row has
+            weights or shifted labels.
+    """
+    given = vars(row) if isinstance(row, EncodedChat) else row
+    if not isinstance(given, Mapping) or any(given.get(key) is None for key in ("input_ids", "labels")):
+        raise ValueError(
+            f'a tokenised row needs "input_ids" and "labels", got {row!r:.80}; add labels aligned with '
+            "input_ids (-100 where nothing is trained), or tokenise a chat row with encode_chat first"
+        )
+    unread = [key for key in ("loss_weights", "shift_labels") if given.get(key) is not None]
+    if unread:
+        raise ValueError(
+            f"{unread[0]} of a row are not read, and it would be trained without: add loss_weights to the "
+            "batch that the collator makes, in a collate_fn of your own, and write shift_labels as "
+            "labels=[-100, *shift_labels[:-1]]"
+        )
+    refuse_media(given)
+    columns = (given["input_ids"], given["labels"])
+    ids, labels = (values.tolist() if hasattr(values, "tolist") else values for values in columns)
+    for key, values in (("input_ids", ids), ("labels", labels)):
+        try:
+            # No loop of Python over the items, which would take as long as the rest of a collator.
+            are_ids = (
+                isinstance(values, Sequence)  # a set has no order, and of a dict come its keys
+                and len(array("i", values)) == len(values)
+                and bool not in set(map(type, values))
+            )
+        except (TypeError, OverflowError):
+            are_ids = False
+        if not are_ids:
+            raise ValueError(f'"{key}" must be a flat list of integers of 32 bits, got {shortened(values)}')
+    if len(ids) != len(labels) or not ids:
+        raise ValueError(
+            "a tokenised row needs input_ids and labels of one length of at least 1, "
+            f"got {len(ids)} and {len(labels)}"
+        )
+    return EncodedChat(list(ids), list(labels), row.notes if isinstance(row, EncodedChat) else ())
 
 
 def encode_chat(
@@ -226,18 +260,17 @@ def encode_all(
     """
     chats = []
     for index, chat in enumerate(encode_rows(rows, tokenizer, options)):
-        if isinstance(chat, ValueError):
+        if isinstance(chat, RowError):
             place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
-            raise row_error(f"{place}{chat}", reason_of(chat)) from chat
+            raise row_error(f"{place}{chat}", chat.reason) from chat
         chats.append(chat)
-    notes = Counter(note for chat in chats for note in chat.notes)
-    warn_of_notes({**notes, "kept": len(chats)}, told)
+    warn_of_notes(Counter(name for chat in chats for name in ("kept", *chat.notes)), told)
     return chats
 
 
 def encode_rows(
     rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
-) -> list[EncodedChat | ValueError]:
+) -> list[EncodedChat | RowError]:
     """Each row encoded and cut to `max_length`, or the error that refuses it.
 
     Chats are tokenised in one call, which can use several cores.
@@ -255,16 +288,11 @@ def encode_rows(
             verbose=options.max_length is None or options.max_length > tokenizer.model_max_length,
         )
     )
-    encoded: list[EncodedChat | ValueError] = []
+    encoded: list[EncodedChat | RowError] = []
     for one in read:
         chat = _labelled(one, next(tokenised), options) if isinstance(one, Found) else one
-        encoded.append(chat if isinstance(chat, ValueError) else _cut(chat, options))
+        encoded.append(chat if isinstance(chat, RowError) else _cut(chat, options))
     return encoded
-
-
-def reason_of(error: ValueError) -> str:
-    """The name in `REFUSALS` of the reason why a row is refused."""
-    return error.reason if isinstance(error, RowError) else "malformed"
 
 
 def _read(
@@ -272,7 +300,7 @@ def _read(
     tokenizer: PreTrainedTokenizerBase,
     options: EncodeOptions,
     templates: dict[Any, ChatTemplate],
-) -> EncodedChat | Found | ValueError:
+) -> EncodedChat | Found | RowError:
     """A row that is tokenised; or its rendering and the turns that are trained; or the error that refuses it.
 
     Rows whose templates have equal variables share one of `templates`.
@@ -280,7 +308,7 @@ def _read(
     try:
         shape = "input_ids" if isinstance(row, EncodedChat) else shape_of(row)
         if shape == "input_ids":
-            return read_tokenised(row)
+            return read_encoded(row)
         if shape == "text":
             return _encode_text(as_text(row["text"], '"text"'), tokenizer, options)
         conversation = read_row(row, shape)
@@ -289,14 +317,15 @@ def _read(
         found.text.encode()  # half of a surrogate pair cannot be tokenised
         found.notes[:] = notes_of(found, template, conversation, options)
         return found
-    except ValueError as error:
-        if reason_of(error) == "no_template":
+    except RowError as error:
+        if error.reason == "no_template":
             raise
         return error
     except Exception as error:  # a row may hold anything
-        unread = ValueError(f"the row cannot be read: {type(error).__name__}: {error}")
-        unread.__cause__ = error
-        return unread
+        unread = "" if isinstance(error, ValueError) else f"the row cannot be read: {type(error).__name__}: "
+        malformed = RowError(f"{unread}{error}")
+        malformed.__cause__ = error
+        return malformed
 
 
 def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> EncodedChat:
@@ -330,8 +359,11 @@ def _template(
         )
     kwargs = {**template_variables(options.chat_template_kwargs), **conversation.template_kwargs}
     # Some tokenizers have a second template for conversations with tools.
-    variables = json.dumps(kwargs, default=repr) if kwargs else ""
-    key = (conversation.tools is not None, conversation.thinks_in_parts, variables)
+    key = (
+        conversation.tools is not None,
+        conversation.thinks_in_parts,
+        json.dumps(kwargs, default=repr) if kwargs else "",
+    )
     if key not in templates:
         templates[key] = ChatTemplate(
             tokenizer,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fsdp_sft.collate.template import ChatTemplate
 
 # A sentinel is a number between two private-use characters, which mean nothing to templates and strip().
+# Python's repr escapes them, so a probe finds none where a template prints a list of parts as Python does.
 OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 _ESCAPED = repr(OPEN)[1:-1]
@@ -51,14 +52,13 @@ class TextSlot:
     Attributes:
         message: Index of the message.
         texts: The text as the row has it, and further forms in which a template may print it.
-        part: Kind of the text: "content", "reasoning" or "tool call".
-        is_name: Whether it is the name of a function, which is a leaf only if the call's arguments hold none.
+        part: Kind of the text: "content", "reasoning", "tool call" or "name of a tool", which gets one if the
+            arguments of the call hold no text.
     """
 
     message: int
     texts: tuple[str, ...]
     part: str = "content"
-    is_name: bool = False
 
 
 class Place(NamedTuple):
@@ -235,7 +235,7 @@ def _align(skeleton: Skeleton, text: str, leaves: Sequence[TextSlot]) -> list[Pl
             return None
         # Some templates print a call's name a second time, in front of the call's result, where it is not
         # written by the assistant: only the first place counts.
-        if not (leaf.is_name and any(place.leaf is leaf for place in places)):
+        if not (leaf.part == "name of a tool" and any(place.leaf is leaf for place in places)):
             places.append(Place(leaf, position, end))
         position = end + len(literal)
     return places if position == len(text) else None
@@ -293,7 +293,7 @@ class _Marker:
         function = dict(call["function"])
         function["arguments"] = self._mark_argument(function["arguments"])
         if len(self.leaves) == known:
-            function["name"] = self._mark_text(function["name"], "tool call", is_name=True)
+            function["name"] = self._mark_text(function["name"], "name of a tool")
         return {**call, "function": function}
 
     def _mark_argument(self, value: Any) -> Any:
@@ -306,17 +306,17 @@ class _Marker:
             return [self._mark_argument(item) for item in value]
         return value
 
-    def _mark_text(self, text: str, part: str = "content", **kind: bool) -> str:
+    def _mark_text(self, text: str, part: str = "content") -> str:
         """The text with a sentinel for all of it but white space at its edges."""
         core = text.strip()
         if not core:
             return text
         head, _, tail = text.partition(core)
-        return head + self._add((core,), part, **kind) + tail
+        return head + self._add((core,), part) + tail
 
-    def _add(self, texts: tuple[str, ...], part: str = "content", **kind: bool) -> str:
+    def _add(self, texts: tuple[str, ...], part: str = "content") -> str:
         """Add a leaf with its spellings, and return its sentinel."""
-        self.leaves.append(TextSlot(self.message, texts, part, **kind))
+        self.leaves.append(TextSlot(self.message, texts, part))
         return sentinel(len(self.leaves) - 1)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import count
@@ -129,12 +129,11 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     inner = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         raise ValueError(f"{where}: a tool call needs a name and arguments, got {shortened(call)}")
-    arguments = inner.get("arguments")
-    if arguments is None:
-        arguments = inner.get("parameters")  # Llama's own format of a call
-        others = sorted(set(map(str, inner)) - {"name", "arguments", "parameters", "id", "type", "index"})
-        if arguments is None and any(inner[key] is not None for key in others if key in inner):
-            raise ValueError(f"{where}: a tool call's arguments belong under 'arguments', got {others}")
+    given = {str(key): value for key, value in inner.items() if value is not None}
+    arguments = given.get("arguments", given.get("parameters"))  # the latter in Llama's own format of a call
+    others = sorted(given.keys() - {"name", "id", "type", "index"})
+    if arguments is None and others:
+        raise ValueError(f"{where}: a tool call's arguments belong under 'arguments', got {others}")
     if isinstance(arguments, str):
         # Templates print arguments with tojson, which would quote a string of JSON a second time.
         arguments = parse_json(arguments or "{}", f"{where}: arguments")
@@ -163,8 +162,8 @@ def take_flag(message: Message, place: str) -> bool:
     return all(flags.values())
 
 
-def other_forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield alternative forms of the messages, the smallest change first; none without tool calls.
+def other_forms(messages: list[Message]) -> list[list[Message]]:
+    """Alternative forms of the messages, the smallest change first; none without tool calls.
 
     - Arguments of tool calls as a JSON string, for templates that concatenate them with other strings.
     - Ids of nine characters for tool calls, and for each result the id and the name of its call, which the
@@ -172,11 +171,9 @@ def other_forms(messages: list[Message]) -> Iterator[list[Message]]:
     - Both.
     """
     if not any("tool_calls" in message for message in messages):
-        return
+        return []
     as_json = _with_json_arguments(messages)
-    yield as_json
-    yield _with_call_ids(messages)
-    yield _with_call_ids(as_json)
+    return [as_json, _with_call_ids(messages), _with_call_ids(as_json)]
 
 
 def _with_json_arguments(messages: list[Message]) -> list[Message]:
@@ -257,7 +254,6 @@ def parse_json(text: str, where: str) -> Any:
         raise ValueError(f"{where} must be JSON, got {shortened(text)} ({error})") from None
 
 
-def shortened(value: Any, limit: int = 60) -> str:
+def shortened(value: Any) -> str:
     """Type and shortened repr of a value, for error messages."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= limit else text[:limit] + '...'}"
+    return f"{type(value).__name__} {value!r:.60}"

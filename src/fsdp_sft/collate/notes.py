@@ -12,7 +12,7 @@ from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.collate.layout import occurs
 from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
-from fsdp_sft.collate.rows import Conversation, tool_name
+from fsdp_sft.collate.rows import Conversation
 from fsdp_sft.collate.spans import Found
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.errors import ChatTemplateError
@@ -94,7 +94,8 @@ def notes_of(
 def _lacks_context(found: Found, conversation: Conversation) -> bool:
     """Whether the template leaves out a text of another role than the assistant's, or all tools."""
     others = (message["content"].strip() for message in found.messages if message["role"] != "assistant")
-    names = [name for name in map(tool_name, conversation.tools or ()) if name]
+    functions = [tool.get("function") or tool for tool in conversation.tools or ()]
+    names = [str(one["name"]) for one in functions if isinstance(one, dict) and one.get("name")]
     ends = [0, *(edge for turn in found.turns for edge in (turn.start, turn.end)), len(found.text)]
     told = "".join(found.text[begin:end] for begin, end in zip(ends[::2], ends[1::2], strict=True))
     lacks_tools = names and not any(name in told for name in names)  # in the turns calls name them too

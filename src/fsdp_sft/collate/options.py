@@ -12,6 +12,13 @@ from fsdp_sft.collate.messages import ROLES
 
 TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
 
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "train_reasoning": (True, False),
+    "empty_reasoning": ("mask", "train"),
+    "truncation": ("right", "left", "error"),
+    "on_dropped": ("error", "count"),
+}
+
 
 class EncodeKeywords(TypedDict, total=False):
     """Options of `encode_chat` that the collator and the filter pass on to it."""
@@ -45,19 +52,16 @@ class EncodeOptions:
         if isinstance(self.train_on, str):
             check_choice("train_on", self.train_on, ("assistant", "last", "all"), "; give roles as a set")
         else:
-            roles = frozenset(self.train_on)
+            roles = set(self.train_on)
             if not roles or roles - set(ROLES):
                 raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {self.train_on!r}")
-            object.__setattr__(self, "train_on", roles)
-        if not isinstance(self.train_reasoning, bool):
-            raise ValueError(f"train_reasoning must be True or False, got {self.train_reasoning!r}")
+            object.__setattr__(self, "train_on", tuple(sorted(roles)))
+        for name, allowed in _CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
         if self.train_on == "all" and not self.train_reasoning:
             raise ValueError('train_reasoning=False contradicts train_on="all", which trains every token')
         if self.max_length is not None:
             check_count("max_length", self.max_length)
-        check_choice("empty_reasoning", self.empty_reasoning, ("mask", "train"))
-        check_choice("truncation", self.truncation, ("right", "left", "error"))
-        check_choice("on_dropped", self.on_dropped, ("error", "count"))
 
 
 def options_of(function: str, options: Mapping[str, Any], **own: Any) -> EncodeOptions:
@@ -82,7 +86,6 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = ""
 
 def check_count(name: str, value: Any) -> int:
     """The value as an int; ValueError unless it is a positive integer."""
-    is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not is_integer or operator.index(value) < 1:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     return operator.index(value)

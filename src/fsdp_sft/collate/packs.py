@@ -14,12 +14,10 @@ def pack_size(batch: Any) -> tuple[int, int]:
     positions = _positions(batch)
     if positions is None or positions.shape[-1] < 2 or not bool((positions.diff() != 1).any()):
         return 0, 0
-    # A row starts wherever the position is not the previous one plus 1, and cummax carries the index of the
-    # latest start forward, so index - row_start is each token's place in its row.
-    starts = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True)
-    index = torch.arange(positions.shape[-1], device=positions.device)
-    row_start = torch.where(starts, index, 0).cummax(-1).values
-    return positions.shape[-1], int((index - row_start).max()) + 1
+    # A row starts wherever the position is not the previous one plus 1, and with each sequence of the batch.
+    starts = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True).flatten().nonzero().flatten()
+    lengths = torch.cat([starts, starts.new_tensor([positions.numel()])]).diff()
+    return positions.shape[-1], int(lengths.max())
 
 
 def refuse_masked_pack(batch: Any) -> None:
@@ -55,9 +53,14 @@ def filler_of(batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
         has an attention mask.
     """
     positions, ids = _positions(batch), batch.get("input_ids")
-    if positions is None or batch.get("attention_mask") is not None or not isinstance(ids, torch.Tensor):
-        return None
-    if ids.ndim != 2 or positions.shape[-1] != ids.shape[1] or len(positions) not in (1, len(ids)):
+    if (
+        positions is None
+        or batch.get("attention_mask") is not None
+        or not isinstance(ids, torch.Tensor)
+        or ids.ndim != 2
+        or positions.shape[-1] != ids.shape[1]
+        or len(positions) not in (1, len(ids))
+    ):
         return None
     begins = torch.nn.functional.pad(positions.expand(ids.shape).diff(dim=-1) != 1, (1, 0))
     row = begins.cumsum(-1)

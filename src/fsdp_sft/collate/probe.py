@@ -99,9 +99,8 @@ class Probe:
         # Not prompted[len(asked):], because some templates end a rendering without a prompt differently.
         skip = common_length(asked, prompted)
         is_headed = bool(prompted[skip:].strip())
-        headers = [prompted, shared, shared_past]
-        if is_headed:
-            headers = [header[skip:] for header in headers]
+        begin = skip if is_headed else 0
+        headers = [header[begin:] for header in (prompted, shared, shared_past)]
         varies = not (prompted.startswith(prompted_later) or prompted_later.startswith(prompted))
         reasoned = self._reasoned()
         supplied = dict.fromkeys(self._supplied(before_answer, list(reasoned.values())))
@@ -177,12 +176,13 @@ class Probe:
         """
         # The text that closes an answer: what follows the last answer or, in templates that close an answer
         # only if another message follows, what follows a past answer, up to the header of the next question.
-        closing = after_answer
-        if not closing.strip():
-            closing = self._without_next_header(after_past_answer, before_question)
-        tokens = self.template.tokenizer.added_tokens_decoder.values()
+        closing = (
+            after_answer
+            if after_answer.strip()
+            else self._without_next_header(after_past_answer, before_question)
+        )
         found = []
-        for token in tokens:
+        for token in self.template.tokenizer.added_tokens_decoder.values():
             at = closing.find(token.content) if token.content.strip() else -1
             # In some tokenizers the end-of-turn token is not special. Its place directly behind the answer
             # shows it.

@@ -123,8 +123,7 @@ def render_labels_html(
         tokens, targets = tokens + len(ids), targets + count
         text = "".join(_as_html(*run) for run in _runs(tokenizer, ids, marks))
         rows.append(_ROW.format(number=number, summary=_counts(len(ids), count), text=text))
-    number_of_rows = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
-    summary = f"{number_of_rows}, {_counts(tokens, targets)}"
+    summary = f"{len(rows)} row{'s' * (len(rows) != 1)}, {_counts(tokens, targets)}"
     return _PAGE.format(title=html.escape(printable(title)), summary=summary, rows="\n".join(rows))
 
 

@@ -5,9 +5,9 @@ A new shape of rows is a reader and a line in `SHAPES`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fsdp_sft.collate.messages import (
@@ -17,7 +17,6 @@ from fsdp_sft.collate.messages import (
     parse_json,
     read_message,
     refuse_media,
-    shortened,
     take_flag,
 )
 
@@ -34,17 +33,13 @@ SHAREGPT_ROLES = {
 }
 
 
-def _read_messages(row: Mapping[str, Any]) -> list[Message]:
-    return [read_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"])]
-
-
-def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
-    return [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(row["conversations"])]
+def _read_list(row: Mapping[str, Any], key: str) -> list[Message]:
+    """Messages of a list under a key, each of which has role and content, or is a ShareGPT turn."""
+    return [_read_turn(item, f"{key}[{i}]") for i, item in enumerate(row[key])]
 
 
 def _read_turn(item: Any, where: str) -> Message:
-    """One ShareGPT turn as a message."""
-    if isinstance(item, dict) and "role" in item:
+    if not isinstance(item, dict) or "role" in item or "from" not in item:
         return read_message(item, where)
     speaker = item["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
@@ -75,11 +70,8 @@ def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
     prompt, completion = row["prompt"], row.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
         return _pair(prompt, completion, "prompt/completion")
-    given, wanted = (
-        [read_message(item, f"{key}[{i}]") for i, item in enumerate(row[key])]
-        for key in ("prompt", "completion")
-    )
-    return [{**message, "train": 0} for message in given] + wanted
+    given = [{**message, "train": 0} for message in _read_list(row, "prompt")]
+    return given + _read_list(row, "completion")
 
 
 def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
@@ -91,8 +83,8 @@ def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
 
 
 SHAPES: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
-    "messages": _read_messages,
-    "conversations": _read_conversations,
+    "messages": partial(_read_list, key="messages"),
+    "conversations": partial(_read_list, key="conversations"),
     "instruction": _read_alpaca,
     "prompt": _read_prompt,
 }
@@ -151,57 +143,6 @@ def shape_of(row: Any) -> str:
         )
     refuse_media(row)
     return shape
-
-
-def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """(input_ids, labels) of a tokenised row.
-
-    Raises:
-        ValueError: If `labels` are missing, lengths differ, the row is empty, or it has weights or
-            shifted labels.
-    """
-    if row.get("labels") is None:
-        raise ValueError(
-            f'a tokenised row needs "input_ids" and "labels", got the keys {sorted(row)}; add labels '
-            "aligned with input_ids (-100 where nothing is trained), or pass the chat row itself"
-        )
-    unread = [key for key in ("loss_weights", "shift_labels") if row.get(key) is not None]
-    if unread:
-        raise ValueError(
-            f"{unread[0]} of a row are not read, and it would be trained without: add loss_weights to the "
-            "batch that the collator makes, in a collate_fn of your own, and write shift_labels as "
-            "labels=[-100, *shift_labels[:-1]]"
-        )
-    refuse_media(row)
-    given = (row["input_ids"], row["labels"])
-    ids, labels = (values.tolist() if hasattr(values, "tolist") else values for values in given)
-    check_encoded(ids, labels)
-    return list(ids), list(labels)
-
-
-def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
-    """Refuse ids and labels that do not belong together, or that no tensor can hold.
-
-    Raises:
-        ValueError: If their lengths differ or are 0, or an id or a label is no integer of 32 bits.
-    """
-    for key, values in (("input_ids", ids), ("labels", labels)):
-        try:
-            # No loop of Python over the items, which would take as long as the rest of a collator.
-            are_ids = (
-                isinstance(values, Sequence)  # a set has no order, and of a dict come its keys
-                and len(array("i", values)) == len(values)
-                and bool not in set(map(type, values))
-            )
-        except (TypeError, OverflowError):
-            are_ids = False
-        if not are_ids:
-            raise ValueError(f'"{key}" must be a flat list of integers of 32 bits, got {shortened(values)}')
-    if len(ids) != len(labels) or not ids:
-        raise ValueError(
-            "a tokenised row needs input_ids and labels of one length of at least 1, "
-            f"got {len(ids)} and {len(labels)}"
-        )
 
 
 def read_row(row: Mapping[str, Any], shape: str | None = None) -> Conversation:
@@ -282,12 +223,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | Sequence) and not isinstance(value, str | bytes):
         return [item if type(item) in _PLAIN else _plain(item) for item in value]
     return _plain(value.tolist()) if hasattr(value, "tolist") else value
-
-
-def tool_name(schema: Mapping[str, Any]) -> str:
-    """The name in a tool's schema; "" if it has none."""
-    function = schema.get("function")
-    return str((function if isinstance(function, Mapping) else schema).get("name") or "")
 
 
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:

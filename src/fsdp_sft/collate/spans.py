@@ -154,7 +154,7 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
 
 def _wanted(conversation: Conversation, options: EncodeOptions) -> set[int]:
     """Indices of the messages whose role is trained and that are not switched off."""
-    roles = options.train_on if isinstance(options.train_on, frozenset) else {"assistant"}
+    roles = options.train_on if isinstance(options.train_on, tuple) else ("assistant",)
     indices = [i for i, message in enumerate(conversation.messages) if message["role"] in roles]
     indices = indices[-1:] if options.train_on == "last" else indices
     return {index for index in indices if conversation.trained[index]}

@@ -33,11 +33,12 @@ _endless: set[str] = set()  # templates that have gone over the time, which are 
 # A macro or a block set captures its output, and transformers counts the offsets of generation tags in it
 # from the start of that output, which makes them useless.
 _CAPTURE = r"(?:macro|call|filter)\b|set\s+[\w.]+\s*-?%\}"
-_CAPTURED_TAG = re.compile(
-    rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
-    re.DOTALL,
+_captured_tag = lru_cache(maxsize=64)(
+    re.compile(
+        rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
+        re.DOTALL,
+    ).search
 )
-_captured_tag = lru_cache(maxsize=64)(_CAPTURED_TAG.search)
 
 
 class ChatTemplate:
@@ -180,8 +181,8 @@ class ChatTemplate:
             return message
         parts = [{"type": "text", "text": text}] if text or not thinks else []
         if thinks:
-            thought = [{"type": "text", "text": message["reasoning_content"]}]
-            parts.insert(0, {"type": "thinking", "thinking": thought})
+            thought = {"type": "text", "text": message["reasoning_content"]}
+            parts.insert(0, {"type": "thinking", "thinking": [thought]})
         kept = {key: value for key, value in message.items() if not thinks or key != "reasoning_content"}
         return {**kept, "content": parts}
 
@@ -287,8 +288,10 @@ def _limited(template: str) -> Iterator[None]:
             raise TimeoutError(told)
 
     with _one_at_a_time:
-        main = threading.current_thread() is threading.main_thread()
-        if not main or signal.getsignal(signal.SIGPROF) is None:  # None: a profiler in C uses the signal
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGPROF) is None  # a profiler in C uses the signal
+        ):
             yield
             return
         started = time.thread_time()
@@ -325,8 +328,8 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """What matches the special tokens of a tokenizer, those without a name of their own among them."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    special = sorted(filter(None, added), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, special)) or "(?!)")
+    longest_first = map(re.escape, sorted(filter(None, added), key=len, reverse=True))
+    return re.compile("|".join(longest_first) or "(?!)")
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:

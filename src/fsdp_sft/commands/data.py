@@ -14,7 +14,7 @@ _QUANTILES = (("median", 0.5), ("95 %", 0.95), ("longest", 1.0))
 def inspect(args: argparse.Namespace) -> int:
     """Read the rows, encode them as training would, and print what was found."""
     from fsdp_sft._model.configs import tokenizer_of
-    from fsdp_sft.collate import encode_chat, filter_rows, render_labels, render_labels_html
+    from fsdp_sft.collate import collator, encode, render
 
     rows = list(islice(_read(args.path), args.limit))
     tokenizer = tokenizer_of(args.tokenizer)
@@ -24,19 +24,19 @@ def inspect(args: argparse.Namespace) -> int:
         "chat_template": template,
         "max_length": args.max_length,
     }
-    kept, counts = filter_rows(rows, tokenizer, on_error="count", on_dropped="count", **options)
-    chats = [encode_chat(row, tokenizer, on_dropped="count", **options) for row in kept]
+    kept, counts = collator.filter_rows(rows, tokenizer, on_error="count", on_dropped="count", **options)
+    chats = [encode.encode_chat(row, tokenizer, on_dropped="count", **options) for row in kept]
     report = _report(len(rows), counts, chats, args.max_length)
     if args.html is not None:
         ids, labels = [chat.input_ids for chat in chats[:50]], [chat.labels for chat in chats[:50]]
-        args.html.write_text(render_labels_html(tokenizer, ids, labels, title=args.path.name))
+        args.html.write_text(render.render_labels_html(tokenizer, ids, labels, title=args.path.name))
     if args.json:
         print(json.dumps(report, indent=1))
         return 0
     print("\n".join(_text(args, report)))
     for number, chat in enumerate(chats[: args.show]):
         print(f"\n--- row {number} of those kept, trained part marked ---")
-        print(render_labels(tokenizer, chat.input_ids, chat.labels, color=sys.stdout.isatty()))
+        print(render.render_labels(tokenizer, chat.input_ids, chat.labels, color=sys.stdout.isatty()))
     return 0
 
 
@@ -85,7 +85,7 @@ def _report(rows: int, counts: Any, chats: list[Any], max_length: int | None) ->
 
 def _text(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
     """The report as lines of text."""
-    from fsdp_sft.collate import REFUSALS
+    from fsdp_sft.collate.collator import REFUSALS
 
     kept = report["counts"]["kept"]
     yield f"{args.path}: {report['rows']:,} rows, {kept:,} of them would be trained"

@@ -14,7 +14,7 @@ from fsdp_sft._compat.compile import outside_of_graphs
 from fsdp_sft._model.forward import forward_parameters, no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of
-from fsdp_sft.collate import refuse_masked_pack
+from fsdp_sft.collate.packs import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.counting import (

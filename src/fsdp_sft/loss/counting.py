@@ -151,7 +151,7 @@ def counted_tokens(batch: Any) -> torch.Tensor | None:
     is_usual = isinstance(labels, torch.Tensor) and labels.dtype == torch.int64
     if fields.get("position_ids") is None or not is_usual or labels.shape != getattr(ids, "shape", None):
         return None
-    from fsdp_sft.collate import filler_of
+    from fsdp_sft.collate.packs import filler_of
 
     filler = filler_of(batch, targets_of(batch))
     return None if filler is None else ~filler

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from fsdp_sft._process.streams import host_copies, travelling
 from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows
-from fsdp_sft.collate import filler_of, refuse_masked_pack
+from fsdp_sft.collate.packs import filler_of, refuse_masked_pack
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss.counting import (
     LOSS_KEYS,

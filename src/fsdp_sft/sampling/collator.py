@@ -1,14 +1,15 @@
 """Join rows into one packed sequence."""
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from fsdp_sft.collate.encode import EncodedChat, read_tokenised
+from fsdp_sft.collate.collator import padded
+from fsdp_sft.collate.encode import EncodedChat, read_encoded
 from fsdp_sft.collate.encoded import EncodedDataset
-from fsdp_sft.collate.options import check_choice, check_count
+from fsdp_sft.collate.options import check_count
 from fsdp_sft.targets import IGNORE_INDEX
 
 Row = Mapping[str, Any] | EncodedChat
@@ -23,42 +24,26 @@ class PackedCollator:
 
     Args:
         max_length: Most tokens of a pack; the same as for the sampler.
-        padding: "longest" pads only as far as ``pad_to_multiple_of`` requires, "max_length" pads to
-            ``max_length``. Padding is a further row without targets at the end.
-        pad_to_multiple_of: Rounds the length up to a multiple, beyond ``max_length`` if need be.
-        pad_token_id: Id of the padding; any id of the vocabulary will do, since padding has no targets.
+        pad_to_multiple_of: Rounds the length up to a multiple, beyond ``max_length`` if need be;
+            ``max_length`` itself gives all packs that length. Padding is a further row at the end, of id 0
+            and without targets.
 
     Raises:
         ValueError: For an option that is not allowed.
 
     Example:
-        >>> collate = fs.PackedCollator(max_length=8, padding="max_length")
+        >>> collate = fs.PackedCollator(max_length=8, pad_to_multiple_of=8)
         >>> first, second = ({"input_ids": [n] * 3, "labels": [n] * 3} for n in (5, 6))
         >>> pack = collate([first, second])
         >>> pack["position_ids"].tolist(), pack["labels"].tolist()
         ([[0, 1, 2, 0, 1, 2, 0, 1]], [[-100, 5, 5, -100, 6, 6, -100, -100]])
     """
 
-    def __init__(
-        self,
-        *,
-        max_length: int,
-        padding: str = "longest",
-        pad_to_multiple_of: int | None = None,
-        pad_token_id: int = 0,
-    ) -> None:
+    def __init__(self, *, max_length: int, pad_to_multiple_of: int | None = None) -> None:
         self.max_length = check_count("max_length", max_length)
-        check_choice("padding", padding, ("longest", "max_length"))
-        self.padding = padding
         self.pad_to_multiple_of = check_count(
             "pad_to_multiple_of", 1 if pad_to_multiple_of is None else pad_to_multiple_of
         )
-        if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int) or pad_token_id < 0:
-            raise ValueError(
-                f"pad_token_id must be an id of the vocabulary, got {pad_token_id!r}; a tokenizer without a "
-                "padding token can use its eos_token_id"
-            )
-        self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Join the rows of a pack.
@@ -73,7 +58,7 @@ class PackedCollator:
         Raises:
             ValueError: For a malformed row, or if the rows do not fit into ``max_length``.
         """
-        chats = [_read(row) for row in rows]
+        chats = [read_encoded(row) for row in rows]
         lengths = [len(chat.input_ids) for chat in chats]
         total = sum(lengths)
         if total > self.max_length:
@@ -82,20 +67,14 @@ class PackedCollator:
                 f"{self.max_length}; give PackedSampler the same max_length, and the lengths of these rows"
             )
         # At least two tokens, the fewest with which a loss has something to shift.
-        target = self.max_length if self.padding == "max_length" else max(total, 2)
-        filler = target + -target % self.pad_to_multiple_of - total
-        # Arrays, since torch.tensor(lists) converts item by item and takes several times as long.
-        input_ids, labels = array("q"), array("q")
-        for chat in chats:
-            input_ids.extend(chat.input_ids)
-            labels.extend([IGNORE_INDEX, *chat.labels[1:]])
-        input_ids.extend([self.pad_token_id] * filler)
-        labels.extend([IGNORE_INDEX] * filler)
-        positions = torch.cat([torch.arange(length) for length in [*lengths, filler]])
+        fewest = max(total, 2)
+        length = fewest + -fewest % self.pad_to_multiple_of
+        ids = chain.from_iterable(chat.input_ids for chat in chats)
+        labels = chain.from_iterable([IGNORE_INDEX, *chat.labels[1:]] for chat in chats)
         return {
-            "input_ids": torch.frombuffer(input_ids, dtype=torch.int64)[None],
-            "labels": torch.frombuffer(labels, dtype=torch.int64)[None],
-            "position_ids": positions[None],
+            "input_ids": padded([ids], length, 0),
+            "labels": padded([labels], length, IGNORE_INDEX),
+            "position_ids": torch.cat([torch.arange(size) for size in [*lengths, length - total]])[None],
         }
 
 
@@ -123,18 +102,9 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
     lengths, targets = [], []
     for index, row in enumerate(rows):
         try:
-            chat = _read(row)
+            chat = read_encoded(row)
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from error
         lengths.append(len(chat.labels))
         targets.append(chat.num_targets)
     return lengths, targets
-
-
-def _read(row: Row) -> EncodedChat:
-    """One row in any accepted form; ValueError for a malformed one."""
-    if not isinstance(row, EncodedChat) and (not isinstance(row, Mapping) or "input_ids" not in row):
-        raise ValueError(
-            f"a packed row needs input_ids and labels, got {row!r:.80}; tokenise it with encode_chat first"
-        )
-    return read_tokenised(row)

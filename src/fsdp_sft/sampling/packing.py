@@ -289,23 +289,17 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             )
         if self.is_passed_over:
             return
-        has_rounds = False
-        for packs in self._rounds():
+        packs, has_rounds = islice(self._all_packs(), self.position, None), False
+        while some := list(islice(packs, self.num_replicas)):
             has_rounds = True
             self._drawn += 1
-            yield packs[self.rank]
+            yield deal(some, lambda row: row_sizes([row])[0][0], self.num_replicas)[self.rank]
         if not has_rounds and self.position:  # it was consumed to its end
             self.end_epoch()
             yield from self
 
     def _depends_on(self) -> dict[str, Any]:
         return {"max_length": self.max_length, "buffer_size": self.buffer_size}
-
-    def _rounds(self) -> Iterator[list[list[Row]]]:
-        """Rounds from the position on; packs of a short last one are split."""
-        packs = islice(self._all_packs(), self.position, None)
-        while some := list(islice(packs, self.num_replicas)):
-            yield deal(some, lambda row: row_sizes([row])[0][0], self.num_replicas)
 
     def _all_packs(self) -> Iterator[list[Row]]:
         """Packs of the epoch, those of consumed buffers too: reading their rows takes far longer."""

@@ -20,8 +20,8 @@ from fsdp_sft._model.view import record_of, unwrapped
 from fsdp_sft._ranks.agree import agreed, through_rank_0
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
 from fsdp_sft.attention.hybrid import separate_rows
-from fsdp_sft.collate import pack_size
 from fsdp_sft.collate.options import check_count
+from fsdp_sft.collate.packs import pack_size
 from fsdp_sft.errors import PackingError, UnsupportedModelError
 
 # Two tests of packs. The first compares a row in a pack with the row alone: a leak moves logits by 0.1 to 1.5
@@ -230,14 +230,31 @@ def verify(model: nn.Module, max_length: int, mesh: DeviceMesh | None, *, longes
         _refuse_beyond_limit(model, longest)
         separate_rows(model)
         report = _measure(model, max(max_length, _SHORTEST_PROBE))
-        _judge(model, report)
+        # In a mixture of experts rounding can route a token to another expert, which changes logits by far
+        # more. If no bit of a row changes with the rows before it, a model that computes in 16 bits is
+        # therefore allowed a quarter of the difference of joined rows, which wrong positions would cause.
+        most = report.tolerance
+        if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
+            most = max(report.tolerance, report.unpacked / 4)
+        if not (report.error <= most and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise)):
+            raise PackingError(
+                f"packed rows are not kept apart by {original_class(unwrapped(model)).__name__} with "
+                f"{attention_of(unwrapped(model))} attention: {report}. Train it with SFTCollator, without "
+                "packing; or try another attn_implementation, or a shorter max_length if only long packs "
+                "fail. Models that do not heed position_ids, or mix tokens by a recurrence or convolution "
+                "unknown here, cannot be packed. Where it says nan, logits are not finite, or all the same: "
+                "check the weights"
+            )
     record_of(model).kept_or_new(_Verified).add(("packs", attention_of(unwrapped(model))))
     return report
 
 
 def _measure(model: nn.Module, length: int) -> PackingReport:
     """Differences between the logits of a pack's forwards and of its rows alone."""
-    longest = _longest_row(model, length)
+    most = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(most, int) or most < max(_EARLIER):
+        most = length
+    longest = min(most, row_limit(model) or length, length)
     whole, rest = divmod(length - sum(_EARLIER) - _LATER, longest)
     sizes = [*_EARLIER, *[longest] * whole, *[rest] * (rest > 0), _LATER]
     kept = [torch.linspace(0, size - 1, min(size, _COMPARED)).round().long() for size in sizes]
@@ -264,14 +281,6 @@ def _measure(model: nn.Module, length: int) -> PackingReport:
     )
 
 
-def _longest_row(model: nn.Module, length: int) -> int:
-    """Tokens of the longest row that a model takes, of ``length`` at most."""
-    most = getattr(text_config(model), "max_position_embeddings", None)
-    if not isinstance(most, int) or most < max(_EARLIER):
-        most = length
-    return min(most, row_limit(model) or length, length)
-
-
 def _random_ids(model: nn.Module, number: int) -> torch.Tensor:
     """Token ids ``(1, number)``, always the same."""
     vocabulary = getattr(text_config(model), "vocab_size", 8)
@@ -294,25 +303,6 @@ def _logits(model: nn.Module, keep: torch.Tensor, **inputs: torch.Tensor) -> tor
 def _relative(difference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Size of a difference at each position relative to that of the logits; nan if they are all the same."""
     return torch.div(difference.norm(dim=-1), (logits - logits.mean(-1, keepdim=True)).norm(dim=-1))
-
-
-def _judge(model: nn.Module, report: PackingReport) -> None:
-    """Raise PackingError if rows are not kept apart."""
-    # In a mixture of experts rounding can route a token to another expert, which changes logits by far more.
-    # If no bit of a row changes with the rows before it, a model that computes in 16 bits is therefore
-    # allowed a quarter of the difference of joined rows, which wrong positions would cause.
-    most = report.tolerance
-    if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
-        most = max(report.tolerance, report.unpacked / 4)
-    if not (report.error <= most and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise)):
-        raise PackingError(
-            f"packed rows are not kept apart by {original_class(unwrapped(model)).__name__} with "
-            f"{attention_of(unwrapped(model))} attention: {report}. Train it with SFTCollator, without "
-            "packing; or try another attn_implementation, or a shorter max_length if only long packs fail. "
-            "Models that do not heed position_ids, or mix tokens by a recurrence or convolution unknown "
-            "here, cannot be packed. Where it says nan, logits are not finite, or all the same: check the "
-            "weights"
-        )
 
 
 def verify_left_padding(model: nn.Module, mesh: DeviceMesh | None, *, with_positions: bool) -> None:
@@ -355,12 +345,11 @@ def left_padding_error(model: nn.Module, with_positions: bool = False) -> float:
     Collective: all ranks that hold the model, by a forward of two rows of 24 tokens.
     """
     row, place = _random_ids(model, _TOKENS), torch.arange(_TOKENS + _PADDING)
-    padding = row.new_zeros(1, _PADDING)
     mask = torch.stack([place < _TOKENS, place >= _PADDING]).long()
     inputs = {"attention_mask": mask}
     if with_positions:
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    ids = torch.cat([torch.cat([row, padding], 1), torch.cat([padding, row], 1)])
+    ids = torch.cat([nn.functional.pad(row, sides) for sides in ((0, _PADDING), (_PADDING, 0))])
     before, behind = _logits(model, place, input_ids=ids, **inputs)
     alone = before[:_TOKENS]
     return float(_relative(behind[_PADDING:] - alone, alone).median())

@@ -29,7 +29,7 @@ from fsdp_sft._model.view import base_of, record_of, replicated_by, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._ranks.init import env_int
-from fsdp_sft.collate import refuse_masked_pack
+from fsdp_sft.collate.packs import refuse_masked_pack
 from fsdp_sft.dcp_io.model_state import loaded_step
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
