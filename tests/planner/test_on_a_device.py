@@ -15,7 +15,6 @@ import transformers as tf
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner import MemoryEstimate
-from fsdp_sft.planner.model import as_config
 from tests.harness.composed import composed
 from tests.harness.quantised_folders import mxfp4_folder
 from tests.planner.families import FAMILIES, family_config
@@ -260,7 +259,7 @@ def _expected(root: Path, case: Any) -> MemoryEstimate:
     run |= {"lora_rank": RANK, "lora_targets": TARGETS, "frozen_dtype": kind, "attention_mask": False}
     setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **run, **options)
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    return fs.estimate_memory(as_config(root / name), dataclasses.replace(setup, gpu=device))
+    return fs.estimate_memory(root / name, dataclasses.replace(setup, gpu=device))
 
 
 @pytest.mark.timeout(660)

@@ -103,9 +103,27 @@ def test_where_nothing_fits_the_error_says_what_would() -> None:
         plan_run(QWEN_72B, num_gpus=8, global_batch_size=8, **{**job, "gpu_memory_bytes": 1 << 28})
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "leanest"),
+    [
+        ("micro_batch_size", {"micro_batch_size": 64}, "micro-batch 64, every block"),
+        ("sac_ratio", {"sac_ratio": 0, "seq_length": 65536}, "micro-batch 1, 0 of the blocks"),
+    ],
+)
+def test_what_would_fit_beside_what_is_given(option: str, given: dict[str, Any], leanest: str) -> None:
+    job: dict[str, Any] = {"num_gpus": 8, "gpu": "h100", "seq_length": 4096, "global_batch_size": 512}
+    with pytest.raises(NoPlanError, match=rf"(?s)\({leanest} .*What would fit: {option}=1 \(--"):
+        plan_run(QWEN_14B, **{**job, **given})
+    assert plan_run(QWEN_14B, **{**job, **given, option: 1})
+
+
 def test_what_is_given_is_not_searched() -> None:
-    given: dict[str, Any] = {"micro_batch_size": 2, "sac_ratio": Fraction(2, 3), "sac_placement": "prefix"}
-    given["reshard_after_forward"] = True
+    given: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "sac_ratio": Fraction(2, 3),
+        "sac_placement": "prefix",
+        "reshard_after_forward": True,
+    }
     job = {"num_gpus": 64, "gpu_memory_bytes": 80 * 10**9, "seq_length": 4096, "global_batch_size": 256}
     run = plan_run(QWEN_14B, **job, **given)[0].run
     assert {name: getattr(run, name) for name in given} == given
