@@ -299,8 +299,13 @@ def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
 
 
 def test_a_row_that_does_not_fit_alone_is_shared() -> None:
-    options: dict[str, Any] = {"num_gpus": 8, "gpu_memory_bytes": 76 * 10**9, "seq_length": 131072}
-    options |= {"attention_mask": False, "compile": False}
+    options: dict[str, Any] = {
+        "num_gpus": 8,
+        "gpu_memory_bytes": 76 * 10**9,
+        "seq_length": 131072,
+        "attention_mask": False,
+        "compile": False,
+    }
     with pytest.raises(NoPlanError, match=r"What would fit: cp=8 \(--cp 8\);"):
         plan_run(QWEN_14B, **options, global_batch_size=8)
     plans = plan_run(QWEN_14B, **options, global_batch_size=8, cp=4)
