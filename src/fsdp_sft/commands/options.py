@@ -7,7 +7,7 @@ there by name, which checks them.
 from argparse import BooleanOptionalAction
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsdp_sft._process.gpus import GPUS
 
@@ -27,6 +27,9 @@ _CHECK = """examples:
 exit code: 0 if all is well, 1 if something is wrong, 2 if the checks cannot run"""
 _CHECKS = ("environment", "products", "reductions", "network", "folder", "parity")
 
+# What ``add_argument`` takes for each option, by the title of a group and the option's name.
+Options: TypeAlias = dict[str, dict[str, dict[str, Any]]]
+
 
 @dataclass(frozen=True)
 class Command:
@@ -35,17 +38,17 @@ class Command:
     Attributes:
         says: Its line in the list of commands.
         runs: The module below this package and the function that it calls, which gets the parsed arguments.
-        options: What ``add_argument`` takes for each option, by the title of a group and the option's name.
+        options: Its options.
         epilog: What stands below its help.
     """
 
     says: str
     runs: str
-    options: dict[str, dict[str, dict[str, Any]]]
+    options: Options
     epilog: str | None = None
 
 
-_OF_PLAN: dict[str, dict[str, dict[str, Any]]] = {
+_OF_PLAN: Options = {
     "": {
         "--model": {"required": True, "help": "folder with a config.json, or a Hub id; no weights are read"},
         "--gpus": {
@@ -148,7 +151,7 @@ _OF_PLAN: dict[str, dict[str, dict[str, Any]]] = {
         "--write": {"metavar": "FILE", "help": "write plan 1 as a program for chats, to run as it is"},
     },
 }
-_OF_DATA: dict[str, dict[str, dict[str, Any]]] = {
+_OF_DATA: Options = {
     "": {
         "path": {"type": Path, "help": "a .jsonl or .json file of rows, in any form that encode_chat takes"},
         "--tokenizer": {"required": True, "help": "Hugging Face folder or Hub id"},
@@ -173,7 +176,7 @@ _OF_DATA: dict[str, dict[str, dict[str, Any]]] = {
         "--json": {"action": "store_true", "help": "print the report as JSON, and nothing else"},
     }
 }
-_OF_CHECK: dict[str, dict[str, dict[str, Any]]] = {
+_OF_CHECK: Options = {
     "": {
         "--model": {
             "help": "folder with a config.json, or a Hub id; no weights are read; default: a Llama",
@@ -206,8 +209,6 @@ _OF_CHECK: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-_OF_ENV = {"": {"--json": {"action": "store_true", "help": "print it as JSON, and nothing else"}}}
-
 COMMANDS = {
     "plan": Command(
         "what fits on the GPUs at hand, how fast it is, and where its memory goes",
@@ -228,6 +229,8 @@ COMMANDS = {
         _CHECK,
     ),
     "env": Command(
-        "versions, devices, launcher and variables of all ranks, for a bug report", "check:env", _OF_ENV
+        "versions, devices, launcher and variables of all ranks, for a bug report",
+        "check:env",
+        {"": {"--json": {"action": "store_true", "help": "print it as JSON, and nothing else"}}},
     ),
 }
