@@ -219,7 +219,7 @@ class _Traced:
         if hidden.requires_grad:
             hidden.register_hook(functools.partial(self._at_input_gradient, record))
         record.input = self.ledger.number(hidden)
-        record.arguments = {*map(self.ledger.number, tensors_in((args[1:], kwargs)))} - {record.input}
+        record.arguments = set(map(self.ledger.number, tensors_in((args[1:], kwargs)))) - {record.input}
         self._mark(record.at, "before")
         self.current = record
         if args:
