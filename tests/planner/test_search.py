@@ -107,7 +107,7 @@ def test_where_nothing_fits_the_error_says_what_would() -> None:
     ("option", "given", "leanest"),
     [
         ("micro_batch_size", {"micro_batch_size": 64}, "micro-batch 64, every block"),
-        ("sac_ratio", {"sac_ratio": 0, "seq_length": 65536}, "micro-batch 1, 0 of the blocks"),
+        ("sac_ratio", {"sac_ratio": 0, "seq_length": 16384}, "micro-batch 1, 0 of the blocks"),
     ],
 )
 def test_what_would_fit_beside_what_is_given(option: str, given: dict[str, Any], leanest: str) -> None:
