@@ -60,6 +60,13 @@ MISTAKES = [
         ("tests/planner/test_planner.py::test_no_part_is_less_than_nothing",),
     ),
     Mistake(
+        "where nothing fits, the leanest way is of a micro-batch that was not asked for",
+        "planner/search.py",
+        "        _fused(run, given),\n",
+        "        replace(_fused(run, given), micro_batch_size=1),\n",
+        ("tests/planner/test_search.py::test_what_would_fit_beside_what_is_given",),
+    ),
+    Mistake(
         "the fewest GPUs share out no experts",
         "planner/search.py",
         "run.dp_replicate * run.exchange_ranks << doublings",

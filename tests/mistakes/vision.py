@@ -128,8 +128,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the planner keeps towers in the masters' dtype",
         "planner/parameters.py",
-        "run.kept_dtype(is_tower=self.is_tower)",
-        "run.kept_dtype()",
+        "return run.param_dtype if self.is_tower and run.frozen_dtype is None else run.kept_dtype()",
+        "return run.kept_dtype()",
         (
             "tests/planner/test_planner.py::test_every_family_is_planned",
             "tests/planner/test_planner.py::test_it_is_the_text_model_and_shards_of_the_tower",

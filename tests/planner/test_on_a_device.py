@@ -15,7 +15,6 @@ import transformers as tf
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner import MemoryEstimate
-from fsdp_sft.planner.model import as_config
 from tests.harness.composed import composed
 from tests.harness.quantised_folders import mxfp4_folder
 from tests.planner.families import FAMILIES, family_config
@@ -77,8 +76,15 @@ def stochastic_case(seed: int) -> tuple[Any, dict[str, Any]]:
     _, options = random_case(seed)
     draw = random.Random(f"stochastic {seed}")
     config = family_config(FAMILIES[seed % len(FAMILIES)], draw, vocab=8192, hidden=256, layers=4)
-    options |= {"master_dtype": torch.bfloat16, "optimizer": "adamw_stochastic", "loss_impl": "chunked"}
-    options |= {"num_gpus": 2, "dp_replicate": 1, "grad_accum_steps": 1, "reshard_after_forward": True}
+    options |= {
+        "master_dtype": torch.bfloat16,
+        "optimizer": "adamw_stochastic",
+        "loss_impl": "chunked",
+        "num_gpus": 2,
+        "dp_replicate": 1,
+        "grad_accum_steps": 1,
+        "reshard_after_forward": True,
+    }
     return config, {**options, "micro_batch_size": 1, "seq_length": 32, "sac_ratio": "1"}
 
 
@@ -256,11 +262,19 @@ def _folders(root: Path) -> None:
 def _expected(root: Path, case: Any) -> MemoryEstimate:
     """The planner's estimate of a case."""
     name, kind, replicas, options = case
-    run = {"num_gpus": 4, "dp_replicate": replicas, "micro_batch_size": BATCHES[name], "seq_length": LENGTH}
-    run |= {"lora_rank": RANK, "lora_targets": TARGETS, "frozen_dtype": kind, "attention_mask": False}
+    run = {
+        "num_gpus": 4,
+        "dp_replicate": replicas,
+        "micro_batch_size": BATCHES[name],
+        "seq_length": LENGTH,
+        "lora_rank": RANK,
+        "lora_targets": TARGETS,
+        "frozen_dtype": kind,
+        "attention_mask": False,
+    }
     setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **run, **options)
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    return fs.estimate_memory(as_config(root / name), dataclasses.replace(setup, gpu=device))
+    return fs.estimate_memory(root / name, dataclasses.replace(setup, gpu=device))
 
 
 @pytest.mark.timeout(660)

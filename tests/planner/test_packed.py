@@ -14,7 +14,7 @@ from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.commands import main
 from fsdp_sft.planner.estimate import budget_of
-from fsdp_sft.planner.model import as_config, build_skeleton
+from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.parameters import group_sizes
 from fsdp_sft.shard.packing import KINDS
 from tests.harness.composed import composed
@@ -72,7 +72,7 @@ def shards(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
 def test_the_plan_packs_what_shards_pack(shards: Any, family: str, kind: str) -> None:
     root, found = shards
     job = {"num_gpus": RANKS, "micro_batch_size": 1, "seq_length": 8, "frozen_dtype": kind}
-    packed = _packed(as_config(root / family), fs.Run(**job, lora_rank=2, lora_targets=TARGETS))
+    packed = _packed(root / family, fs.Run(**job, lora_rank=2, lora_targets=TARGETS))
     size = sum(layout.shard_rows(RANKS) * layout.form.row_bytes for layout in packed)
     assert (len(packed), size) == found[f"{family} {kind}"]
 

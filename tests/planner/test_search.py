@@ -103,9 +103,27 @@ def test_where_nothing_fits_the_error_says_what_would() -> None:
         plan_run(QWEN_72B, num_gpus=8, global_batch_size=8, **{**job, "gpu_memory_bytes": 1 << 28})
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "leanest"),
+    [
+        ("micro_batch_size", {"micro_batch_size": 64}, "micro-batch 64, every block"),
+        ("sac_ratio", {"sac_ratio": 0, "seq_length": 16384}, "micro-batch 1, 0 of the blocks"),
+    ],
+)
+def test_what_would_fit_beside_what_is_given(option: str, given: dict[str, Any], leanest: str) -> None:
+    job: dict[str, Any] = {"num_gpus": 8, "gpu": "h100", "seq_length": 4096, "global_batch_size": 512}
+    with pytest.raises(NoPlanError, match=rf"(?s)\({leanest} .*What would fit: {option}=1 \(--"):
+        plan_run(QWEN_14B, **{**job, **given})
+    assert plan_run(QWEN_14B, **{**job, **given, option: 1})
+
+
 def test_what_is_given_is_not_searched() -> None:
-    given: dict[str, Any] = {"micro_batch_size": 2, "sac_ratio": Fraction(2, 3), "sac_placement": "prefix"}
-    given["reshard_after_forward"] = True
+    given: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "sac_ratio": Fraction(2, 3),
+        "sac_placement": "prefix",
+        "reshard_after_forward": True,
+    }
     job = {"num_gpus": 64, "gpu_memory_bytes": 80 * 10**9, "seq_length": 4096, "global_batch_size": 256}
     run = plan_run(QWEN_14B, **job, **given)[0].run
     assert {name: getattr(run, name) for name in given} == given
@@ -281,8 +299,13 @@ def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
 
 
 def test_a_row_that_does_not_fit_alone_is_shared() -> None:
-    options: dict[str, Any] = {"num_gpus": 8, "gpu_memory_bytes": 76 * 10**9, "seq_length": 131072}
-    options |= {"attention_mask": False, "compile": False}
+    options: dict[str, Any] = {
+        "num_gpus": 8,
+        "gpu_memory_bytes": 76 * 10**9,
+        "seq_length": 131072,
+        "attention_mask": False,
+        "compile": False,
+    }
     with pytest.raises(NoPlanError, match=r"What would fit: cp=8 \(--cp 8\);"):
         plan_run(QWEN_14B, **options, global_batch_size=8)
     plans = plan_run(QWEN_14B, **options, global_batch_size=8, cp=4)

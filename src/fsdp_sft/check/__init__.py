@@ -138,22 +138,16 @@ _REPORT_SECONDS = 120
 
 def environment(job: CheckedJob) -> Found:
     """Whether ranks have the same versions and variables, and their devices' memory to themselves."""
-    facts = {**versions(job.context.device), **variables()}
-    own = {"facts": facts, "memory": memory_of_device(job.context.device)}
-    said, problems = _compare(all_gather_objects(own))
+    own = {**versions(job.context.device), **variables()}
+    everyone = all_gather_objects((own, memory_of_device(job.context.device)))
+    known = {rank: memory for rank, (_, memory) in enumerate(everyone) if memory is not None}
+    problems = [*_apart([facts for facts, _ in everyone]), *_taken(known)]
     count = torch.accelerator.device_count()
     if job.context.launcher == "single" and count > 1:
         text = f"one of the {count} devices here is checked: start with torchrun --nproc-per-node {count}"
         problems.append(Problem("warn", (), text))
+    said = ", ".join(f"{name} {everyone[0][0][name]}" for name in ("torch", "transformers", "device"))
     return said, problems
-
-
-def _compare(everyone: list[dict[str, Any]]) -> Found:
-    """What was seen, and what is wrong, from what each rank has."""
-    facts = [one["facts"] for one in everyone]
-    known = {rank: one["memory"] for rank, one in enumerate(everyone) if one["memory"] is not None}
-    said = ", ".join(f"{name} {facts[0][name]}" for name in ("torch", "transformers", "device"))
-    return said, [*_apart(facts), *_taken(known)]
 
 
 def _apart(facts: list[dict[str, str]]) -> Iterator[Problem]:

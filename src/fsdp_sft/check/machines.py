@@ -93,8 +93,10 @@ def _slow_devices(rates: list[float]) -> Iterator[Problem]:
     usual = statistics.median_high(rates)  # of two ranks the slower is held against the faster
     for rank, rate in enumerate(rates):
         if rate < _RATE_WARNS * usual:
-            advice = "look at clocks, heat, power and what else runs there, or leave the node out"
-            text = f"products run at {rate / usual:.2f} of the others' rate: {advice}"
+            text = (
+                f"products run at {rate / usual:.2f} of the others' rate: look at clocks, heat, power and "
+                "what else runs there, or leave the node out"
+            )
             yield Problem("fail" if rate < _RATE_FAILS * usual else "warn", (rank,), text, exclude=True)
 
 

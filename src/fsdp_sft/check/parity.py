@@ -116,12 +116,15 @@ def _shortened(config: Any, layers: int) -> Any:
         whole = text
     whole.use_cache = text.use_cache = False
     total = text.num_hidden_layers
-    short: dict[str, Any] = {name: 0 for name in _TO_ZERO if getattr(text, name, None)}
-    short |= {"num_hidden_layers": min(layers, total), "vocab_size": min(_SMALL_VOCABULARY, text.vocab_size)}
-    of_layers = [
-        name for name, value in vars(text).items() if isinstance(value, list) and len(value) == total
-    ]
-    short |= {name: getattr(text, name)[:layers] for name in of_layers}
+    of_layers = {
+        name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == total
+    }
+    short: dict[str, Any] = {
+        **{name: 0 for name in _TO_ZERO if getattr(text, name, None)},
+        **{name: value[:layers] for name, value in of_layers.items()},
+        "num_hidden_layers": min(layers, total),
+        "vocab_size": min(_SMALL_VOCABULARY, text.vocab_size),
+    }
     for name, value in short.items():
         setattr(text, name, value)
     return whole

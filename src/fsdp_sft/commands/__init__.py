@@ -9,7 +9,7 @@ import os
 import sys
 from importlib import import_module
 
-from fsdp_sft.commands.options import add_check, add_data, add_env, add_plan
+from fsdp_sft.commands.options import COMMANDS
 from fsdp_sft.errors import CheckpointCorruptError, FsdpSftError, NoPlanError, printable
 
 _EXAMPLES = """examples:
@@ -18,13 +18,6 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 8 -m fsdp_sft check --root checkpoints
 
 exit code: 0 if all is well, 1 if not (nothing fits, a checkpoint or a machine is damaged), 2 for bad input"""
-# By name: what adds the options, and the line in the list of commands.
-_COMMANDS = {
-    "plan": (add_plan, "what fits on the GPUs at hand, how fast it is, and where its memory goes"),
-    "inspect-data": (add_data, "what of a file of chats would be trained, and what is refused"),
-    "check": (add_check, "whether a job's machines are sound, and how fast; under its launcher"),
-    "env": (add_env, "versions, devices, launcher and variables of all ranks, for a bug report"),
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,8 +54,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fsdp-sft {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (add_options, says) in _COMMANDS.items():
-        add_options(
-            commands.add_parser(name, help=says, description=says, formatter_class=parser.formatter_class)
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=command.says,
+            description=command.says,
+            epilog=command.epilog,
+            formatter_class=parser.formatter_class,
         )
+        flags: dict[str, str] = {}  # by what an option is called in messages, where that is not its name
+        for title, options in command.options.items():
+            group = own.add_argument_group(title) if title else own
+            for option, settings in options.items():
+                dest = group.add_argument(option, **settings).dest
+                flags |= {dest: option} if option not in (dest, f"--{dest}") else {}
+        own.set_defaults(run=command.runs, flags=flags)
     return parser

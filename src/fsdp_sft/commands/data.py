@@ -18,10 +18,9 @@ def inspect(args: argparse.Namespace) -> int:
 
     rows = list(islice(_read(args.path), args.limit))
     tokenizer = tokenizer_of(args.tokenizer)
-    template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
     options: dict[str, Any] = {
         "train_on": args.train_on,
-        "chat_template": template,
+        "chat_template": args.chat_template and args.chat_template.read_text(encoding="utf-8"),
         "max_length": args.max_length,
     }
     kept, counts = collator.filter_rows(rows, tokenizer, on_error="count", on_dropped="count", **options)
@@ -90,8 +89,7 @@ def _text(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
     kept = report["counts"]["kept"]
     yield f"{args.path}: {report['rows']:,} rows, {kept:,} of them would be trained"
     for reason, texts in report["examples"].items():
-        what = REFUSALS.get(reason, "kept, but noted")
-        yield f"  {report['counts'][reason]:,} {reason}: {what}"
+        yield f"  {report['counts'][reason]:,} {reason}: {REFUSALS.get(reason, 'kept, but noted')}"
         yield from (f"    {text[:160]}" for text in texts[:1])
     tokens, trained = report["tokens"], report["trained_tokens"]
     yield f"tokens: {tokens:,}, {trained:,} of them trained ({trained / tokens:.0%})"

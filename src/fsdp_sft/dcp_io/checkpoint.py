@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.view import record_of
 from fsdp_sft._process.callers import warn_caller
@@ -360,7 +359,6 @@ def _load_step(
     rng = rank_state = train_state = None
     base = packed_base(model)
     with agreed(f"checking the model against {folder}"):
-        refuse_merged(model, "loading a checkpoint")
         tensors, sources = match_model(folder, manifest, model, base)
         optimizers = match_optimizers(folder, manifest, model, optimizer) if optimizer is not None else []
         train_state = decode_json(manifest.train_state)

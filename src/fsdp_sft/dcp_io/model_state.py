@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import sharded_as
+from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._model.view import base_of, kept_of, unwrapped
 from fsdp_sft._ranks.agree import all_reduce_sum
@@ -38,7 +39,9 @@ def match_model(
 
     Raises:
         CheckpointMismatchError: If names, ties, shapes, dtypes, adapters or packed weights differ.
+        UnsupportedModelError: If adapters are merged into the model.
     """
+    refuse_merged(model, "loading a checkpoint")
     check_adapters(folder, manifest, model)
     has_base = check_packed(folder, manifest, model, base)
     live, _ = stored_model(model, base, with_base=has_base)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._model.configs import config_of
 from fsdp_sft._process.gpus import GB, GIB
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.estimate import budget_of
-from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.program import write_program
 from fsdp_sft.planner.run import Run
@@ -52,7 +52,7 @@ def _report(args: argparse.Namespace) -> None:
         for field in fields(Run)
         if field.name in options
     }
-    config = as_config(args.model)
+    config = config_of(args.model)
     plans = plan_run(config, global_batch_size=args.global_batch_size, **given)
     best, shown = plans[0], plans[: args.plans]
     gpu, total, active = best.run.device, best.estimate.parameters, best.estimate.active_parameters

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_sft._process.gpus import GIB, MIB, Gpu
-from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
+from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, build_skeleton
 from fsdp_sft.planner.replay import replay
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import trace
@@ -93,25 +92,16 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
     """
     if not isinstance(run, Run):
         raise TypeError(f"run must be a Run, such as Run(num_gpus=8, ...), got {type(run).__name__}")
-    return estimate(build_skeleton(as_config(config), run), run)
+    return estimate(build_skeleton(config, run), run)
 
 
 @functools.lru_cache(maxsize=1024)
 def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
     """``estimate_memory`` of a model whose skeleton is that of the run."""
-    if run.shares_rows:
-        check_shareable(skeleton.model, run.cp)
-    if run.ep_size > 1 and not skeleton.experts:
-        raise UnsupportedModelError(
-            "transformers has no plan by which ranks share out experts of "
-            f"{skeleton.model.config.model_type!r}: plan it with ep_size=1"
-        )
-    if uneven := [number for number in skeleton.experts if number % run.ep_size]:
-        raise ValueError(f"ep_size={run.ep_size} does not divide the {uneven[0]} experts of a layer")
     seen = trace(skeleton, run)
     if run.shares_rows and not all(block.exchanged for block in seen.blocks.values()):
         raise UnsupportedModelError(
-            f"a block of {skeleton.model.config.model_type} runs no attention of transformers' attention "
+            f"a block of {skeleton.config.model_type} runs no attention of transformers' attention "
             "interface: what positions it mixes, ranks that share rows could not. Plan it with cp=1"
         )
     phase, breakdown = replay(skeleton, seen, run)
@@ -134,7 +124,7 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
 
 def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
     """Caveats of the estimate."""
-    config = skeleton.model.config
+    config = skeleton.config
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < run.seq_length:
         yield f"the config gives the model {positions} positions"

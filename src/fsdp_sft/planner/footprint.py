@@ -99,10 +99,11 @@ def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, compiled: bool)
     sizes, at = ledger.sizes, record.at
     forward = ledger.events[at["before"] : at["after"]]
     backward = ledger.events[at["backward"] : at["end"]]
-    output = sizes[record.output]
-    decisions = sum(event.decided for event in forward) if decides(record.block) else 0
-    exchanged = sum(sizes[number] for event in forward if event.op == EXCHANGE for number in event.inputs)
-    alike: dict[str, Any] = {"output": output, "decisions": decisions, "exchanged": exchanged}
+    alike: dict[str, Any] = {
+        "output": sizes[record.output],
+        "decisions": sum(event.decided for event in forward) if decides(record.block) else 0,
+        "exchanged": sum(sizes[n] for event in forward if event.op == EXCHANGE for n in event.inputs),
+    }
     if compiled:
         return Footprint(**alike, **_fused(record, forward, backward, sizes))
     # Recomputation stops at the last operation that makes a tensor for the backward.
@@ -115,7 +116,7 @@ def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, compiled: bool)
         forward_peak=ledger.added(at["before"], at["after"]),
         unsaved_peak=ledger.added(at["unsaved"], at["before"]),
         again_peak=ledger.added(at["before"], at.get("again", at["before"])),
-        saved=ledger.live_at(at["after"]) - ledger.live_at(at["before"]) - output,
+        saved=ledger.live_at(at["after"]) - ledger.live_at(at["before"]) - sizes[record.output],
         backward_peak=ledger.added(at["backward"], at["end"]),
         **alike,
     )

@@ -18,7 +18,14 @@ from torch.overrides import TorchFunctionMode
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.experts import experts_forward, experts_to_place, switchable_experts
 from fsdp_sft._process.gpus import Gpu
-from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
+from fsdp_sft.attention.context_parallel import (
+    SequenceGroup,
+    WholeRows,
+    check_shareable,
+    part_of_rows,
+    share_attention,
+)
+from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.loss.blocks import CACHED_BYTES
 from fsdp_sft.loss.linear import default_chunk_size
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Ledger
@@ -29,21 +36,19 @@ class Kernels(TorchFunctionMode):
     """A mode under which attention takes as much memory as a device's fused kernel does.
 
     It also answers the one question about values that transformers asks: whether a padding mask is all ones.
-    A meta tensor cannot say so; ``padded`` does.
+    A meta tensor cannot say so; the run does.
     """
 
-    def __init__(self, gpu: Gpu, *, padded: bool, ledger: Ledger) -> None:
+    def __init__(self, run: Run, ledger: Ledger) -> None:
         super().__init__()
-        self.gpu = gpu
-        self.padded = padded
-        self.ledger = ledger
+        self.run, self.gpu, self.ledger = run, run.device, ledger
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return not self.padded
+            return not self.run.attention_mask
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
@@ -252,12 +257,14 @@ def micro_batch(model: Any, run: Run, ledger: Ledger) -> Iterator[dict[str, Any]
 
     Raises:
         UnsupportedModelError: If the model's attention cannot be run on a part.
+        ValueError: If ``cp`` does not divide the query heads.
     """
     rows, each = run.micro_batch_size, -(-run.seq_length // run.cp)
     ids = torch.zeros((rows, each), dtype=torch.int64, device="meta")
     if not run.shares_rows:
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids) if run.attention_mask else None}
         return
+    check_shareable(model, run.cp)
     positions = torch.zeros((rows, each * run.cp), dtype=torch.int64, device="meta")
     padding = torch.ones_like(positions, dtype=torch.bool) if run.attention_mask else None
     whole = WholeRows(
@@ -281,29 +288,36 @@ def micro_batch(model: Any, run: Run, ledger: Ledger) -> Iterator[dict[str, Any]
 # --- experts ---------------------------------------------------------------------------------------------
 
 
-_SETTINGS = ("forward", "num_experts", "_is_expert_parallel", "_parameters")  # what is changed and put back
-
-
 @contextmanager
-def grouped_experts(model: nn.Module, ep_size: int, ledger: Ledger) -> Iterator[None]:
-    """Context in which a model on the meta device computes its experts in groups, on ``ep_size`` ranks.
+def grouped_experts(model: Any, run: Run, ledger: Ledger) -> Iterator[None]:
+    """Context in which a model on the meta device computes its experts in groups, a rank its own.
 
     transformers' exchange between ranks asks how many tokens go where, which a meta tensor cannot answer, so
     its operations are reproduced here with equal shares. All changes to the model are undone at the end.
+
+    Raises:
+        UnsupportedModelError: If transformers has no plan by which ranks share out the model's experts.
+        ValueError: If ``ep_size`` does not divide them.
     """
-    changed: list[Any] = list(switchable_experts(model).values())
-    shared = [model.get_submodule(name) for name in experts_to_place(model)] if ep_size > 1 else []
-    before = [{key: module.__dict__[key] for key in _SETTINGS if key in vars(module)} for module in changed]
+    changed: dict[str, Any] = switchable_experts(model)
+    placed = experts_to_place(model) if run.ep_size > 1 else {}
+    if run.ep_size > 1 and not placed:
+        raise UnsupportedModelError(
+            "transformers has no plan by which ranks share out experts of "
+            f"{model.config.model_type!r}: plan it with ep_size=1"
+        )
+    if uneven := [number for number in placed.values() if number % run.ep_size]:
+        raise ValueError(f"ep_size={run.ep_size} does not divide the {uneven[0]} experts of a layer")
+    before = {name: dict(vars(module)) for name, module in changed.items()}
     try:
-        for module in changed:
+        for name, module in changed.items():
             module.__dict__["forward"] = partial(experts_forward(module, "grouped_mm"), module)
-            if module in shared:
-                _share_out(module, ep_size, ledger)
+            if name in placed:
+                _share_out(module, run.ep_size, ledger)
         yield
     finally:
-        for module, settings in zip(changed, before, strict=True):
-            del module.__dict__["forward"]
-            vars(module).update(settings)
+        for name, module in changed.items():
+            module.__dict__ = before[name]
 
 
 def _share_out(experts: Any, ep_size: int, ledger: Ledger) -> None:

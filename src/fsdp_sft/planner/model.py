@@ -5,7 +5,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,7 @@ from fsdp_sft._model.blocks import find_blocks, towers_of
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import settings_of, without_settings
-from fsdp_sft._tensors.packed_shard import PackedLayout
-from fsdp_sft.planner.parameters import Group, Parameter, layouts_of
+from fsdp_sft.planner.parameters import Group, group_of, layouts_of
 from fsdp_sft.planner.run import Run
 from fsdp_sft.shard.packing import STORED
 from fsdp_sft.shard.units import needs_weight_in_backward, own_vocabulary
@@ -55,6 +54,7 @@ class Skeleton:
     """What the planner knows of a model; as a key of a cache only equal to itself.
 
     Attributes:
+        config: The config that it was built from.
         model: The model on the meta device, in the compute dtype and in ``train()`` mode.
         blocks: The blocks, in forward order.
         kinds: Kind of each block: the index of the first block like it.
@@ -65,8 +65,8 @@ class Skeleton:
         towers: Parameters of each vision or audio tower, frozen, which text never gathers.
         gathers_embedding_again: Whether the embedding's backward gathers its parameters again.
         published: A remark on how the checkpoint is quantised; empty if it is not.
-        first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
-            train in or below them, and keep nothing.
+        first_backward: Index of the first block that the backward reaches, the number of blocks if it reaches
+            none. Blocks before it have nothing to train in or below them, and keep nothing.
         begins_backward: That block, if no gradient leaves it, as nothing below it is trained; a kind of its
             own, since it keeps less.
         parameters: Number of parameters of the whole model; tied ones count once.
@@ -74,6 +74,7 @@ class Skeleton:
         experts: Number of experts in each layer that expert parallelism can distribute; empty if none.
     """
 
+    config: Any
     model: Any
     blocks: tuple[nn.Module, ...]
     kinds: tuple[int, ...]
@@ -104,13 +105,14 @@ class Skeleton:
         return tuple(Counter([*self.groups, *others]).items())
 
 
-def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
-    """The config itself, or the config of a folder or a Hub id."""
-    return config_of(config) if isinstance(config, (str, os.PathLike)) else config
+def build_skeleton(config: "PreTrainedConfig | str | os.PathLike[str]", run: Run) -> Skeleton:
+    """The skeleton of a config's model, built once per config, dtype and choice of adapters and packing.
 
-
-def build_skeleton(config: Any, run: Run) -> Skeleton:
-    """The skeleton of a config's model, built once per config, dtype and choice of adapters and packing."""
+    Args:
+        config: The config, or the folder or Hub id that has it.
+        run: The run; only those fields matter.
+    """
+    config = config_of(config) if isinstance(config, (str, os.PathLike)) else config
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
     lora: Any = (run.lora_rank, run.lora_targets or ("all-linear",)) if run.lora_rank else None
     # float16 takes as much as bfloat16, of which alone torch's meta kernels multiply groups (2.13).
@@ -144,21 +146,22 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     experts = experts_to_place(model)
     layouts = {} if packed is None else layouts_of(model, blocks, packed, settings)
     left = {id(p): name for name, p in model.named_parameters()}
-    take = functools.partial(_group, left=left, towers=towers, experts=experts, layouts=layouts)
+    take = functools.partial(group_of, left=left, towers=towers, experts=experts, layouts=layouts)
     known: dict[Any, Group] = {}
-    taken = [take(block) for block in blocks]
-    groups = tuple(known.setdefault(group.parameters, group) for group in taken)
+    groups = tuple(known.setdefault(group.parameters, group) for group in map(take, blocks))
     tower_groups = tuple(take(model.get_submodule(tower)) for tower in towers)
     own = own_vocabulary(model, blocks)
     embedding, head = (Group(()) if module is None else take(module) for module in own)
     root = take(model)
-    first = _first_backward(model, groups)
     is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    trained = (i for i, group in enumerate(groups) if any(p.trained for p in group.parameters))
+    first = next(trained, len(blocks)) if is_frozen_below else 0
     begins = first if is_frozen_below and first < len(blocks) else None
     alike: dict[Any, int] = {}  # the first block of each kind; that block is like no other
     likenesses = [likeness(block) if index != begins else index for index, block in enumerate(blocks)]
     total = sum(parameter.numel() for parameter in model.parameters())
     return Skeleton(
+        config=config,
         model=model,
         blocks=blocks,
         kinds=tuple(alike.setdefault(like, index) for index, like in enumerate(likenesses)),
@@ -178,27 +181,6 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
         else f"the checkpoint is published quantised ({settings.method}): "
         + _BECOMES.get(packed, f"loading dequantises it, and packs frozen matrices anew ({packed})"),
     )
-
-
-def _group(
-    module: nn.Module,
-    left: dict[int, str],
-    towers: tuple[str, ...],
-    experts: Collection[str],
-    layouts: dict[int, PackedLayout],
-) -> Group:
-    """The group of those parameters of a module that are in no earlier one: takes them from what is left."""
-    found = []
-    for parameter in module.parameters():
-        name = left.pop(id(parameter), None)
-        if name is not None:
-            known = {
-                "trained": parameter.requires_grad,
-                "is_tower": name.startswith(tuple(f"{tower}." for tower in towers)),
-                "is_expert": name.rpartition(".")[0] in experts,
-            }
-            found.append(Parameter(tuple(parameter.shape), layout=layouts.get(id(parameter)), **known))
-    return Group(tuple(found))
 
 
 def build_model(config: Any, dtype: torch.dtype) -> Any:
@@ -224,15 +206,6 @@ def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that text goes through: those of towers left out."""
     unused = tuple(f"{tower}." for tower in towers_of(model))
     return {name: block for name, block in find_blocks(model).items() if not name.startswith(unused)}
-
-
-def _first_backward(model: Any, groups: tuple[Group, ...]) -> int:
-    """Index of the first block that the backward reaches; the number of blocks if it reaches none."""
-    embedding = model.get_input_embeddings()
-    if any(p.requires_grad for p in embedding.parameters()):
-        return 0
-    trained = (index for index, group in enumerate(groups) if any(p.trained for p in group.parameters))
-    return next(trained, len(groups))
 
 
 def likeness(block: nn.Module) -> Any:

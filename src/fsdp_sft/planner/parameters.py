@@ -58,7 +58,9 @@ class Parameter:
 
     def stored_dtype(self, run: Run) -> torch.dtype:
         """Dtype of its shards, if it is not packed."""
-        return run.master_dtype if self.trained else run.kept_dtype(is_tower=self.is_tower)
+        if self.trained:
+            return run.master_dtype
+        return run.param_dtype if self.is_tower and run.frozen_dtype is None else run.kept_dtype()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,27 @@ class Group:
     """The parameters of one FSDP2 group, in order: those of a block, or of the root."""
 
     parameters: tuple[Parameter, ...]
+
+
+def group_of(
+    module: nn.Module,
+    left: dict[int, str],
+    towers: tuple[str, ...],
+    experts: Collection[str],
+    layouts: dict[int, PackedLayout],
+) -> Group:
+    """The group of those parameters of a module that are in no earlier one: takes them from what is left."""
+    found = []
+    for parameter in module.parameters():
+        name = left.pop(id(parameter), None)
+        if name is not None:
+            known = {
+                "trained": parameter.requires_grad,
+                "is_tower": name.startswith(tuple(f"{tower}." for tower in towers)),
+                "is_expert": name.rpartition(".")[0] in experts,
+            }
+            found.append(Parameter(tuple(parameter.shape), layout=layouts.get(id(parameter)), **known))
+    return Group(tuple(found))
 
 
 @functools.lru_cache(maxsize=1024)

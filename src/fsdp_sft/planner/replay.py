@@ -51,8 +51,6 @@ tests/planner/test_replay.py draws the picture again and compares.
 
 from collections import defaultdict
 
-import torch
-
 from fsdp_sft.optimizer.adamw import working_bytes
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.parameters import Sizes, group_sizes
@@ -100,18 +98,16 @@ class _Step:
         self.first_backward = skeleton.first_backward
         self.checkpointed = run.checkpointed(len(skeleton.blocks))
         self.sizes = [group_sizes(group, run) for group in skeleton.groups]
-        self.root = group_sizes(skeleton.root, run)
-        self.embedding = group_sizes(skeleton.embedding, run)
-        self.head = group_sizes(skeleton.head, run)
+        others = (skeleton.root, skeleton.embedding, skeleton.head)
+        self.root, self.embedding, self.head = (group_sizes(group, run) for group in others)
         self.gathers_embedding_again = skeleton.gathers_embedding_again and run.reshard_after_forward
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
         # share a mask; blocks with a window have another one. So each storage is counted once.
         kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
         self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
         self.held: dict[str, int] = defaultdict(int)
-        self.total = 0
-        self.peak, self.phase = -1, ""
-        self.breakdown: dict[str, int] = {}
+        self.phase = ""
+        self.breakdown: dict[str, int] = {}  # what was alive at the peak
         self.reduced = 0  # bytes of the latest reduce-scatter's input, which the next one frees
         # Unsharded gradients of earlier micro-steps: of the blocks, the root, the embedding, the head.
         self.accumulated = [0] * (len(self.sizes) + 3)
@@ -120,13 +116,11 @@ class _Step:
         self.trained = [size for sizes, number in sized for size in sizes.shards * number]
         self.hold("cuBLAS workspace", run.device.workspace_bytes)
         self.hold("parameters (shards)", sum(number * sizes.stored for sizes, number in sized))
-        states = (_state_bytes(run.optimizer, size, run.master_dtype) for size in self.trained)
-        self.hold("optimizer states", sum(states))
+        self.hold("optimizer states", sum(_state_bytes(size, run) for size in self.trained))
 
     def hold(self, part: str, size: int) -> None:
         """Allocate ``size`` bytes of a kind."""
         self.held[part] += size
-        self.total += size
 
     def free(self, part: str, size: int) -> None:
         """Free ``size`` bytes of a kind."""
@@ -134,10 +128,9 @@ class _Step:
 
     def look(self, phase: str, part: str = "", extra: int = 0) -> None:
         """Update the peak with this moment, at which ``extra`` more bytes of ``part`` are alive."""
-        if self.total + extra > self.peak:
-            self.peak, self.phase = self.total + extra, phase
-            alive = {**self.held, part: self.held.get(part, 0) + extra}
-            self.breakdown = {name: size for name, size in alive.items() if size}
+        alive = {**self.held, part: self.held.get(part, 0) + extra}
+        if sum(alive.values()) > sum(self.breakdown.values()):
+            self.phase, self.breakdown = phase, {name: size for name, size in alive.items() if size}
 
     # --- forward ------------------------------------------------------------------------------------------
 
@@ -259,16 +252,14 @@ class _Step:
             return
         # Gradients that wait for a later reduction are kept in the dtype of the reduction.
         wide = sizes.gradients * self.run.reduce_dtype.itemsize // self.run.param_dtype.itemsize
-        if not reduce:
-            if not self.accumulated[index]:
-                self.hold(WHOLE_GRADIENTS, wide)
-                self.accumulated[index] = wide
-            self.look("backward")
-            self.free(WHOLE_GRADIENTS, sizes.gradients)
-            return
+        if not reduce and not self.accumulated[index]:
+            self.hold(WHOLE_GRADIENTS, wide)
+            self.accumulated[index] = wide
         if self.accumulated[index]:
             self.look("backward")
             self.free(WHOLE_GRADIENTS, sizes.gradients)
+        if not reduce:
+            return
         self.look("backward", WHOLE_GRADIENTS, sizes.largest_moved_gradient)
         self.free(REDUCE_SCATTER, self.reduced)
         self.hold(REDUCE_SCATTER, sizes.reduced)
@@ -291,22 +282,21 @@ class _Step:
 
     def optimizer(self) -> None:
         """Look at the update, which needs no gathered parameters."""
-        optimizer, on_cpu, dtype = self.run.optimizer, self.run.device.name == "cpu", self.run.master_dtype
-        largest = max(self.trained, default=0)
-        working = 0
-        if optimizer == "adamw_for_loop" or (optimizer == "adamw" and on_cpu):
-            working = 2 * dtype.itemsize * largest
-        elif optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
-            working = dtype.itemsize * sum(self.trained)
-        elif optimizer == "adamw_stochastic":
-            working = working_bytes(largest, dtype)
-        self.look("optimizer", "optimizer at work", working)
+        dtype, largest = self.run.master_dtype, max(self.trained, default=0)
+        working = {
+            "adamw_for_loop": 2 * dtype.itemsize * largest,
+            "adamw_foreach": dtype.itemsize * sum(self.trained),  # the denominators of all parameters at once
+            "adamw_stochastic": working_bytes(largest, dtype),
+        }
+        usual = "adamw_for_loop" if self.run.device.name == "cpu" else "adamw_foreach"
+        optimizer = usual if self.run.optimizer == "adamw" else self.run.optimizer
+        self.look("optimizer", "optimizer at work", working.get(optimizer, 0))
 
 
-def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:
+def _state_bytes(elements: int, run: Run) -> int:
     """Bytes of the optimizer states of a parameter, of which a rank's shard has ``elements``."""
     # torchao rounds the states of a shard that has 4,096 elements or more in whole blocks of 256, to one byte
     # and a float32 scale for each block (``AdamW8bit._new_buffer``).
-    if optimizer == "adamw8bit" and elements >= 4096 and elements % 256 == 0:
+    if run.optimizer == "adamw8bit" and elements >= 4096 and elements % 256 == 0:
         return 2 * elements + 2 * 4 * (elements // 256)
-    return {"sgd": 0, "sgd_momentum": 1}.get(optimizer, 2) * elements * master_dtype.itemsize
+    return {"sgd": 0, "sgd_momentum": 1}.get(run.optimizer, 2) * elements * run.master_dtype.itemsize

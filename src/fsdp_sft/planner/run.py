@@ -152,11 +152,11 @@ class Run:
         """How frozen matrices of blocks are kept packed, such as ``"nf4"``; None: not at all."""
         return self.frozen_dtype if isinstance(self.frozen_dtype, str) else None
 
-    def kept_dtype(self, *, is_tower: bool = False) -> torch.dtype:
+    def kept_dtype(self) -> torch.dtype:
         """Dtype of the shards of what is frozen and not packed."""
         if isinstance(self.frozen_dtype, torch.dtype):
             return self.frozen_dtype
-        return self.param_dtype if self.packed or self.lora_rank or is_tower else self.master_dtype
+        return self.param_dtype if self.packed or self.lora_rank else self.master_dtype
 
     @property
     def shares_rows(self) -> bool:

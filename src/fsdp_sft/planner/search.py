@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fsdp_sft._process.gpus import GIB
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.estimate import MemoryEstimate, budget_of, estimate
-from fsdp_sft.planner.model import Skeleton, as_config, build_skeleton
+from fsdp_sft.planner.model import Skeleton, build_skeleton
 from fsdp_sft.planner.plan import TIGHT, RunPlan
 from fsdp_sft.planner.run import Run, check_integer
 from fsdp_sft.planner.speed import step_time
@@ -23,6 +23,8 @@ RATIOS = tuple(Fraction(n, 24) for n in (0, 3, 4, 6, 8, 9, 12, 15, 16, 18, 20, 2
 _WORTH_A_LOOK = 0.01  # share of a step: what could save less is not tried
 # What takes less memory, by its options on the command line, the cheapest first.
 _LEANER: dict[str, dict[str, Any]] = {
+    "--sac 1": {"sac_ratio": 1},
+    "--micro-batch 1": {"micro_batch_size": 1},
     "--loss chunked": {"loss_impl": "chunked"},
     "--no-padding": {"attention_mask": False},
     "--cp 8": {"cp": 8},
@@ -94,7 +96,6 @@ def plan_run(
         raise TypeError(
             "plan_run finds grad_accum_steps from the global batch; give micro_batch_size to fix it"
         )
-    config = as_config(config)
     given = {"micro_batch_size": 1, "compile": True, **estimate_options}
     first = Run(num_gpus=num_gpus, seq_length=seq_length, **given)
     shares = first.data_ranks
@@ -111,16 +112,16 @@ def plan_run(
             f"micro_batch_size {first.micro_batch_size} does not divide the {share} sequences of each rank"
         )
     usable = budget_of(first.device, num_gpus, gpu_memory_bytes).usable_bytes
-    found = _fitting(config, first, estimate_options, share, usable)
+    skeleton = build_skeleton(config, first)
+    found = _fitting(skeleton, first, estimate_options, share, usable)
     fused = _fused(first, estimate_options)
     if fused != first and (not found or min(found, key=_seconds).estimate.peak_phase == "optimizer"):
-        found += _fitting(config, fused, estimate_options, share, usable)
+        found += _fitting(skeleton, fused, estimate_options, share, usable)
     roomy = _undominated([plan for plan in found if not plan.is_tight])
     fastest = min(map(_seconds, roomy), default=math.inf) * (1 - _WORTH_A_LOOK)
     plans = roomy + _undominated([plan for plan in found if plan.is_tight and _seconds(plan) < fastest])
     if not plans:
-        run = replace(first, grad_accum_steps=share)
-        raise NoPlanError(_what_would_fit(config, run, estimate_options, gpu_memory_bytes))
+        raise NoPlanError(_what_would_fit(skeleton, first, estimate_options, share, gpu_memory_bytes))
     return [replace(plan, relative_speed=_seconds(plans[0]) / _seconds(plan)) for plan in plans]
 
 
@@ -139,17 +140,17 @@ def _undominated(plans: list[RunPlan]) -> list[RunPlan]:
     return kept
 
 
-def _fitting(config: Any, run: Run, given: dict[str, Any], share: int, usable: int) -> list[RunPlan]:
+def _fitting(skeleton: Skeleton, run: Run, given: dict[str, Any], share: int, usable: int) -> list[RunPlan]:
     """The plans with the least recomputation that fit, from the smallest micro-batch up.
 
     Args:
-        config: The config.
+        skeleton: The model.
         run: The run, of whose fields those that are not given are searched.
         given: Fields of ``Run`` that are not searched.
         share: Sequences of a rank (or of a group that shares rows) in each step.
         usable: Bytes that tensors can have.
     """
-    skeleton, found = build_skeleton(config, run), list[RunPlan]()
+    found = list[RunPlan]()
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     for micro in sizes if "micro_batch_size" not in given else [run.micro_batch_size]:
         sized = replace(run, micro_batch_size=micro, grad_accum_steps=share // micro)
@@ -160,9 +161,9 @@ def _fitting(config: Any, run: Run, given: dict[str, Any], share: int, usable: i
         # Blocks that stay gathered take more memory, so they recompute no less. If they are not faster even
         # with that little recomputation, they are not worth a search.
         gathered = replace(plans[-1].run, reshard_after_forward=False)
-        fastest = min((_seconds(plan) for plan in found if not plan.is_tight), default=math.inf)
-        is_open = "reshard_after_forward" not in given
-        if is_open and step_time(skeleton, gathered).total < fastest * (1 - _WORTH_A_LOOK):
+        roomy = (_seconds(plan) for plan in found if not plan.is_tight)
+        fastest = min(roomy, default=math.inf) * (1 - _WORTH_A_LOOK)
+        if "reshard_after_forward" not in given and step_time(skeleton, gathered).total < fastest:
             found += _least_checkpointed(skeleton, gathered, given, usable)
     return found
 
@@ -192,33 +193,45 @@ def _fused(run: Run, given: dict[str, Any]) -> Run:
     return replace(run, optimizer="adamw_fused") if is_open else run
 
 
-def _fits(config: Any, run: Run, memory_bytes: int | None) -> bool:
-    budget = budget_of(run.device, run.num_gpus, memory_bytes)
-    return estimate(build_skeleton(config, run), run).peak_bytes <= budget.usable_bytes
+def _fits(skeleton: Skeleton, run: Run, memory_bytes: int | None) -> bool:
+    return (
+        estimate(skeleton, run).peak_bytes <= budget_of(run.device, run.num_gpus, memory_bytes).usable_bytes
+    )
 
 
-def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: int | None) -> str:
+def _what_would_fit(
+    skeleton: Skeleton, run: Run, given: dict[str, Any], share: int, memory_bytes: int | None
+) -> str:
     """Say what the leanest run needs, the fewest GPUs that hold it, and what takes less."""
-    lean = replace(_fused(run, given), micro_batch_size=1, sac_ratio=given.get("sac_ratio", 1))
-    least = estimate(build_skeleton(config, lean), lean)
+    lean = replace(
+        _fused(run, given),
+        sac_ratio=given.get("sac_ratio", 1),
+        grad_accum_steps=share // run.micro_batch_size,
+    )
+    least = estimate(skeleton, lean)
     budget = budget_of(run.device, run.num_gpus, memory_bytes)
     largest = max(least.breakdown, key=lambda part: least.breakdown[part])
     leaner: list[str] = []
     for option, changes in _LEANER.items():
         with contextlib.suppress(UnsupportedModelError, ValueError):  # the model may not allow it
+            other = replace(lean, **changes)
+            other = replace(other, grad_accum_steps=share // other.micro_batch_size)
             # A base is not rounded where adapters on another fit.
-            if "--lora 16" not in " ".join(leaner) and _fits(config, replace(lean, **changes), memory_bytes):
+            if "--lora 16" not in " ".join(leaner) and _fits(
+                build_skeleton(skeleton.config, other), other, memory_bytes
+            ):
                 leaner.append(
                     ", ".join(f"{name}={value!r}" for name, value in changes.items()) + f" ({option})"
                 )
     counts = (run.dp_replicate * run.exchange_ranks << doublings for doublings in range(13))
-    runs = (replace(lean, num_gpus=count) for count in counts)
-    fewest = next((one.num_gpus for one in runs if _fits(config, one, memory_bytes)), None)
+    fewest = next((n for n in counts if _fits(skeleton, replace(lean, num_gpus=n), memory_bytes)), None)
     if fewest is not None:
         leaner.append(f"num_gpus={fewest} (--gpus {fewest})")
+    checkpointed = "every block" if lean.sac_ratio == 1 else f"{lean.sac_ratio} of the blocks"
     leaner.append(f"GPUs with {least.peak_bytes / GIB:.1f} GiB for tensors")
     return (
         f"nothing fits on {run.num_gpus} x {budget.memory_bytes / GIB:.1f} GiB, {budget}: the leanest way "
-        f"(micro-batch 1, every block checkpointed, {lean.optimizer}) needs {least.peak_bytes / GIB:.1f} GiB "
-        f"in its {least.peak_phase} phase, most of it {largest}.\nWhat would fit: {'; '.join(leaner)}."
+        f"(micro-batch {lean.micro_batch_size}, {checkpointed} checkpointed, {lean.optimizer}) needs "
+        f"{least.peak_bytes / GIB:.1f} GiB in its {least.peak_phase} phase, most of it {largest}.\n"
+        f"What would fit: {'; '.join(leaner)}."
     )

@@ -4,7 +4,7 @@ The rates are the device's, times the shares of them that training reaches. Only
 docs/how-to/plan-a-run.md says to what, and how far off they are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,7 +129,7 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
     # Where gradients are reduced once, the micro-steps before the last only gather.
     whole = _network(skeleton, run, rates, reduces=True)
     early = whole if run.grad_sync == "each" else _network(skeleton, run, rates, reduces=False)
-    exchange = _exchange(skeleton, seen, run, rates)
+    exchange = _exchange(skeleton, seen, run, rates, checkpointed)
 
     def micro_step(network: tuple[float, float, float]) -> float:
         passes = zip((forward, backward), network[:2], strict=True)
@@ -193,12 +193,13 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> tu
     return gathers(hidden), gathers(behind) + reductions(hidden), gathers(alone) + reductions(alone)
 
 
-def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
+def _exchange(
+    skeleton: Skeleton, seen: Trace, run: Run, rates: Rates, checkpointed: Collection[int]
+) -> float:
     """Seconds of the exchanges around attention or experts, in forward, backward and recomputation."""
     ranks = run.exchange_ranks
     if ranks == 1:
         return 0.0
-    checkpointed = run.checkpointed(len(skeleton.blocks))
     exchanged = sum(
         seen.blocks[kind].exchanged * (2 + (index in checkpointed))
         for index, kind in enumerate(skeleton.kinds)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from fsdp_sft._model.view import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.loss.head import replaced_forward
 from fsdp_sft.planner.footprint import BlockRecord, Footprint, footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss, grouped_experts, micro_batch
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
@@ -83,7 +84,9 @@ def trace(skeleton: Skeleton, run: Run) -> Trace:
     """Trace a model under a run; results are cached.
 
     Raises:
-        UnsupportedModelError: If the model's forward depends on values, which meta tensors do not have.
+        UnsupportedModelError: If the model's forward depends on values, which meta tensors do not have, or
+            its attention or experts cannot be shared out.
+        ValueError: If ranks do not divide its heads or experts.
     """
     return _trace(skeleton, replace(run, **_UNTRACED, num_gpus=run.exchange_ranks))
 
@@ -93,9 +96,11 @@ def _trace(skeleton: Skeleton, run: Run) -> Trace:
     """``trace`` for a run that has the values of ``_UNTRACED``."""
     try:
         return _Traced(skeleton, run).result()
+    except UnsupportedModelError:  # which says why
+        raise
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
-            f"a step of model type {skeleton.model.config.model_type!r} (loss_impl={run.loss_impl!r}, "
+            f"a step of model type {skeleton.config.model_type!r} (loss_impl={run.loss_impl!r}, "
             f"{run.exchange_ranks} ranks that exchange) cannot be followed without values "
             f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
         ) from error
@@ -105,7 +110,6 @@ class _Traced:
     """One traced step."""
 
     def __init__(self, skeleton: Skeleton, run: Run) -> None:
-        self.model = skeleton.model
         self.skeleton = skeleton
         self.run = run
         self.ledger = Ledger()
@@ -120,9 +124,9 @@ class _Traced:
 
     def result(self) -> Trace:
         """Run the step and sum up what was seen."""
-        kernels = Kernels(self.run.device, padded=self.run.attention_mask, ledger=self.ledger)
+        kernels = Kernels(self.run, self.ledger)
         try:
-            experts = grouped_experts(self.model, self.run.ep_size, self.ledger)
+            experts = grouped_experts(self.skeleton.model, self.run, self.ledger)
             with self._instrumented(), experts, self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
@@ -138,7 +142,7 @@ class _Traced:
         """Forward, loss and backward of one micro-batch, with marks at the moments that a trace reports."""
         run = self.run
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            with micro_batch(self.model, run, self.ledger) as inputs:
+            with micro_batch(self.skeleton.model, run, self.ledger) as inputs:
                 output = self._forward(inputs)
             output.register_hook(functools.partial(self._mark, self.at, "loss"))
             self._mark(self.at, "head")
@@ -156,8 +160,8 @@ class _Traced:
     def _forward(self, inputs: dict[str, Any]) -> Any:
         """The model's output: logits, or the loss if that replaces the head."""
         if self.run.loss_impl == "logits":
-            return self.model(**inputs, use_cache=False).logits
-        head = self.model.get_output_embeddings()
+            return self.skeleton.model(**inputs, use_cache=False).logits
+        head = self.skeleton.model.get_output_embeddings()
         losses: list[torch.Tensor] = []
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
@@ -165,11 +169,8 @@ class _Traced:
             losses.append(chunked_loss(rows, head.weight, head.bias, self.run.device, self.ledger))
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
-        head.__dict__["forward"] = loss_in_place
-        try:
-            self.model(**inputs, use_cache=False)
-        finally:
-            del head.__dict__["forward"]
+        with replaced_forward(head, loss_in_place):
+            self.skeleton.model(**inputs, use_cache=False)
         return losses[0]
 
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -189,12 +190,9 @@ class _Traced:
     @contextmanager
     def _instrumented(self) -> Iterator[None]:
         """Context in which hooks watch one block of each kind, and the others pass their input on."""
-        taking_part = {id(record.block) for record in self.records.values()}
         with ExitStack() as undone:
-            for block in self.skeleton.blocks:
-                if id(block) not in taking_part:
-                    block.forward = self._pass_on
-                    undone.callback(block.__dict__.pop, "forward")
+            for block in set(self.skeleton.blocks).difference(r.block for r in self.records.values()):
+                undone.enter_context(replaced_forward(block, self._pass_on))
             for record in self.records.values():
                 before, after = (functools.partial(hook, record) for hook in (self._before, self._after))
                 undone.enter_context(record.block.register_forward_pre_hook(before, with_kwargs=True))
@@ -212,16 +210,16 @@ class _Traced:
         with torch.no_grad():
             module.forward(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        if not hidden.requires_grad and module is not self.skeleton.begins_backward:
-            hidden = _Joined.apply(hidden, torch.empty(0, device="meta", requires_grad=True))
         # The gradient of a view is the last thing that this block's backward computes. On the input itself,
         # the hook would also wait for whatever else reads it.
-        hidden = hidden.view_as(hidden)
+        if hidden.requires_grad or module is self.skeleton.begins_backward:
+            hidden = hidden.view_as(hidden)
+        else:
+            hidden = _Joined.apply(hidden, torch.empty(0, device="meta", requires_grad=True))
         if hidden.requires_grad:
             hidden.register_hook(functools.partial(self._at_input_gradient, record))
         record.input = self.ledger.number(hidden)
-        others = [value for value in tensors_in((args[1:], kwargs)) if value is not hidden]
-        record.arguments = {self.ledger.number(tensor) for tensor in others} - {record.input}
+        record.arguments = set(map(self.ledger.number, tensors_in((args[1:], kwargs)))) - {record.input}
         self._mark(record.at, "before")
         self.current = record
         if args:
@@ -248,8 +246,8 @@ class _Traced:
         """The backward has reached a block's output: the block's own backward begins."""
         if "blocks" not in self.at:  # the last block's, with which the blocks' backward begins
             self._mark(self.at, "blocks")
-            grads = (tensor.grad for tensor in self.skeleton.traced_tensors)
-            self.head_gradients = sum(grad.nbytes for grad in grads if grad is not None)
+            others = self.skeleton.traced_tensors
+            self.head_gradients = sum(t.grad.nbytes for t in others if t.grad is not None)
         self._mark(record.at, "backward")
 
     def _at_input_gradient(self, record: BlockRecord, grad: torch.Tensor | None = None) -> None:
