@@ -42,7 +42,7 @@ for name, options in CASES.items():
     model = tiny_model("qwen2-tied", dtype=torch.float64)
     expected = oracle_gradients(model, batches)[1]
     fs.apply_sac(model, "1/3")
-    options |= {"mp_policy": MixedPrecisionPolicy(), "master_dtype": torch.float64}
+    options |= {"mp_policy": FLOAT32, "master_dtype": torch.float64}
     fs.shard_model(model, mesh=fs.build_mesh(), **options)
     targets = fs.count_targets(mine)
     for i, batch in enumerate(mine):

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2"]
@@ -62,7 +62,7 @@ def _check_families(
             assert fs.apply_sac(model, "1/3")
         if prepare == "compile":
             fs.compile_blocks(model, backend="aot_eager")
-        options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": dtype, **options}
+        options = {"mp_policy": FLOAT32, "master_dtype": dtype, **options}
         loss, actual = _sharded_gradients(model, batches[rank::ranks], **options)
         error = largest_error(actual, expected)
         assert error <= TOLERANCE[dtype], f"{family}: gradient error {error:.2e}"

@@ -5,16 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.models import (
-    VOCAB,
-    full,
-    tiny_model,
-)
+from tests.harness.models import FLOAT32, VOCAB, full, tiny_model
 
 
 def loss_of_logits(hidden, weight, labels, bias=None, softcap=None, scale=None) -> torch.Tensor:
@@ -99,11 +95,11 @@ def shard_by_heads(model: Any, *, own_group: bool = False, mesh_shape: Any = Non
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if own_group and head.weight is embedding.weight:  # one group of the two
         for modules in (*fs.find_blocks(model).values(), [embedding, head], model):
-            fully_shard(modules, mesh=mesh, mp_policy=options.get("mp_policy", MixedPrecisionPolicy()))
+            fully_shard(modules, mesh=mesh, mp_policy=options.get("mp_policy", FLOAT32))
         return model
     blocks = fs.find_blocks(model)
     blocks = {**blocks, "lm_head": head} if own_group else blocks
-    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": head.weight.dtype, **options}
+    options = {"mp_policy": FLOAT32, "master_dtype": head.weight.dtype, **options}
     return fs.shard_model(model, mesh=mesh, blocks=blocks, **options)
 
 

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 import transformers as tf
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.plain import gradients as oracle_gradients, mean_loss as oracle_loss  # noqa: F401  by these names
 
+FLOAT32 = MixedPrecisionPolicy()  # computes in the dtype of the parameters, where the default is bfloat16
 VOCAB = 101  # not divisible by any number of ranks used here
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,

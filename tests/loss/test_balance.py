@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft.loss import num_tokens
@@ -15,7 +14,7 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import gradients_of
-from tests.harness.models import full, largest_error, tiny_model
+from tests.harness.models import FLOAT32, full, largest_error, tiny_model
 from tests.harness.ranks import on_ranks
 
 COEFFICIENT = 0.5
@@ -93,7 +92,7 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
         entropy, router = _plain(plain, rows)
         (entropy + router).backward()
         mesh = mesh_here(**shape)
-        fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, master_dtype=torch.float64)
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         window = [_batch(rank, m, kind) for m in range(3)]
         fs.prepare_loss(model, impl=impl, router_loss="micro_batch")

@@ -8,14 +8,12 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, ragged_batches, tiny_config, tiny_model
 
-FLOAT32 = MixedPrecisionPolicy()
 COEFFICIENT = 0.5
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, tiny_architecture
@@ -30,6 +29,7 @@ from tests.harness.losses import (
     with_loss,
 )
 from tests.harness.models import (
+    FLOAT32,
     VOCAB,
     full,
     largest_error,
@@ -301,7 +301,7 @@ def _check_sharded() -> None:
     for kind, impl in (("modules_to_save", "chunked"), ("lora", "logits")):
         model = adapted_model(kind)
         loss, expected = oracle_gradients(model, batches)
-        fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
         assert fs.prepare_loss(model) == impl, kind
         _, actual = _window(model, mine)
         error = largest_error(actual, expected)

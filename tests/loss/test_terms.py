@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.losses import with_loss
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
 ROWS, WIDTH, VOCABULARY = 37, 16, 300
@@ -144,7 +143,7 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
     batches = weighted_batches(6)[context.rank :: context.world_size]
     kept: dict[str, torch.Tensor] = {}
     model = tiny_model("llama", dtype=torch.float64).to(context.device)
-    exact = MixedPrecisionPolicy()
+    exact = FLOAT32
     fs.shard_model(model, mesh=fs.build_mesh(), master_dtype=torch.float64, mp_policy=exact)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import fsdp_sft as fs
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, state_of, tensors_of
+from tests.harness.models import FLOAT32
 from tests.harness.quantised_folders import UNEVEN, configure, deepseek_folder, mxfp4_folder, quantised
 from tests.harness.quantised_weights import FORMATS, fp8_block, int4
 from tests.harness.ranks import on_ranks, run_distributed
@@ -55,7 +56,7 @@ def _frozen(folder: Path, mesh: Any, frozen_dtype: str) -> Any:
     model: Any = fs.build_meta_model(folder)
     for block in fs.find_blocks(model).values():
         block.requires_grad_(False)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), frozen_dtype=frozen_dtype)
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, frozen_dtype=frozen_dtype)
     fs.load_weights(model, folder)
     return model
 

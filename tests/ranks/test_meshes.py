@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, device_type, mesh_here
-from tests.harness.models import full, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks
 
 _ROWS = 23
-FLOAT32 = MixedPrecisionPolicy()
 
 
 def _calls_without_a_model(**given: Any) -> list[Callable[[], Any]]:

@@ -12,7 +12,7 @@ import fsdp_sft as fs
 from tests.harness.architectures import inputs_for, tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.losses import gradients_of
-from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -204,7 +204,7 @@ def _gradients_prepared(
         if step == "s":
             fs.apply_sac(model, **way)
         elif step == "f":
-            fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+            fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
         elif backend is not None:
             fs.compile_blocks(model, backend=backend)
     return _gradients_with(model, {**ragged_batches(2)[0], "use_cache": False})

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -15,7 +15,7 @@ import fsdp_sft as fs
 from fsdp_sft.shard import units
 from fsdp_sft.shard.units import own_vocabulary
 from tests.harness.device import device_here, mesh_here
-from tests.harness.models import full, largest_error, tiny_model, windows_of_rank
+from tests.harness.models import FLOAT32, full, largest_error, tiny_model, windows_of_rank
 from tests.harness.ranks import run_distributed
 
 
@@ -128,7 +128,7 @@ def _loops_of_ones_own() -> None:
     rank = dist.get_rank()
     for loop in (_head_again, _embedded_after):
         model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
-        fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
         for step in range(2):
             ids = torch.randint(3, 90, (4, 9), generator=torch.Generator().manual_seed(step)).to(
                 device_here()

@@ -17,7 +17,7 @@ from fsdp_sft._tensors.boxes import local_of
 from tests.harness.architectures import tiny_architecture
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
+from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches
 from tests.harness.native import load_native, rows_of_rank, save_mixture
 from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything
@@ -72,7 +72,7 @@ def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torc
         folder,
         mesh=mesh_here(dp_replicate=replicas),
         master_dtype=dtype,
-        mp_policy=MixedPrecisionPolicy(),
+        mp_policy=FLOAT32,
         ep_size=options["ours"],
     )
 
@@ -271,7 +271,7 @@ def _check_adapters(folder: str, out: str) -> None:
             mesh=mesh_here(),
             peft_config=LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]),
             frozen_dtype=torch.float32,
-            mp_policy=MixedPrecisionPolicy(),
+            mp_policy=FLOAT32,
             sac_ratio=1,
             ep_size=ep_size,
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import local_of
@@ -20,7 +20,7 @@ from tests import plain as plainly
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, rewrite
-from tests.harness.models import TINY, full, oracle_gradients, oracle_loss, ragged_batches
+from tests.harness.models import FLOAT32, TINY, full, oracle_gradients, oracle_loss, ragged_batches
 from tests.harness.packed_values import in_fp8, in_nf4, is_packed
 from tests.harness.quantised_folders import (
     configure,
@@ -35,7 +35,6 @@ from tests.harness.trained import assert_same, everything, spread
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 
-FLOAT32 = MixedPrecisionPolicy()
 BATCHES = ragged_batches(4)
 SIZES = {**TINY, "hidden_size": 64, "intermediate_size": 86, "num_hidden_layers": 2}
 SPARSE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}

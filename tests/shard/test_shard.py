@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
-from tests.harness.models import full, largest_error, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
-
-FLOAT32 = MixedPrecisionPolicy()
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_sft as fs
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 from tests.simulated.ranks import run_simulated
 
@@ -40,7 +40,7 @@ def _train(
     """Losses and gradient norms of two steps, and a digest of what they leave."""
     context = fs.init_distributed()
     model = tiny_model(family, **overrides).to(context.device)
-    fs.shard_model(model, mesh=fs.build_mesh(), mp_policy=mp_policy or MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=fs.build_mesh(), mp_policy=mp_policy or FLOAT32)
     fs.prepare_loss(model, impl=loss_impl)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(7)

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
 import fsdp_sft as fs
 from fsdp_sft._model.sharded import reshard
 from tests import plain
 from tests.harness.device import device_here, mesh_here
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
 # By method: the arguments that are tried, on the root alone and on every sharded module. None: it ends what
@@ -134,7 +134,7 @@ def _trained(program: Program) -> list[float]:
         if act.when == BEFORE:
             _act(act, model, None)
     fs.apply_sac(model, 1)
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for act in acts:
         if act.when == AFTER:

@@ -6,15 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.models import ragged_batches, tiny_config, tiny_model
+from tests.harness.models import FLOAT32, ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import on_ranks
-
-FLOAT32 = MixedPrecisionPolicy()
 
 
 class Seeing(LlamaForCausalLM):

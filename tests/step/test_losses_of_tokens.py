@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PADDED, batch_of, rows_of, sharing_rows
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks
 from tests.plain import plain_token_losses, step as step_of
 
@@ -162,9 +161,7 @@ def _num_rows(batch: Any) -> int:
 @on_ranks(2, timeout=60)
 def test_metrics_are_summed_over_window_and_ranks() -> None:
     rank = dist.get_rank()
-    model = fs.shard_model(
-        tiny_model("llama").to(device_here()), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy()
-    )
+    model = fs.shard_model(tiny_model("llama").to(device_here()), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     batches = ragged_batches(4, seed=2)[rank::2]
     calls: list[Any] = []

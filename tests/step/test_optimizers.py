@@ -16,7 +16,7 @@ from transformers.optimization import Adafactor
 import fsdp_sft as fs
 from tests import plain
 from tests.harness.device import device_type, mesh_here
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
 from tests.simulated.ranks import run_simulated
 
@@ -58,7 +58,7 @@ def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: An
     model = copy.deepcopy(beside)
     expected = _plain(beside, windows)
     mesh = mesh_here(**mesh_shape)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
     optimizers = _two(model)
     schedulers = _schedulers(optimizers)
     for window, (loss, norm) in zip(windows, expected, strict=True):
@@ -206,7 +206,7 @@ def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
         expected = copy.deepcopy(beside)
         for key, parameter in expected.named_parameters():
             parameter.grad = gradients[key]
-        model = fs.shard_model(copy.deepcopy(beside), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        model = fs.shard_model(copy.deepcopy(beside), mesh=mesh_here(), mp_policy=FLOAT32)
         make: Any = getattr(torch.optim, name)
         optimizer = make(model.parameters(), lr=1e-3, **options)
         refused = ""

@@ -8,18 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from transformers import BatchEncoding
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.losses import with_loss
-from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import on_ranks, run_distributed
-
-FLOAT32 = MixedPrecisionPolicy()
 
 
 class Strange(nn.Module):
@@ -271,7 +268,7 @@ if tensordict is not None:
 
 def _train(kind: str | None) -> list[float]:
     model = tiny_model("llama")
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     losses = []

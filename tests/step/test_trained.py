@@ -9,23 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
-from tests.harness.models import (
-    full,
-    largest_error,
-    ragged_batches,
-    tiny_model,
-)
+from tests.harness.models import FLOAT32, full, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks
 from tests.plain import mean_loss, step
 
 
 def _sharded(model: Any = None, **shape: int) -> Any:
     model = tiny_model("llama") if model is None else model
-    return fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=MixedPrecisionPolicy())
+    return fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=FLOAT32)
 
 
 def _mine(count: int = 2) -> list[Any]:
@@ -157,7 +151,7 @@ def test_one_process_trains_what_it_is_given() -> None:
 def test_what_is_frozen_while_it_is_gathered_stays_frozen(kept: bool) -> None:
     """The caller freezes a layer and a head that its own forward has left gathered, and later thaws them."""
     model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(), reshard_after_forward=kept)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, reshard_after_forward=kept)
     batches = [{k: v.to(device_here()) for k, v in b.items()} for b in ragged_batches(4)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for trained in (True, False, False, True):

@@ -15,7 +15,7 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of, sharing_rows
 from tests.harness.losses import with_loss
-from tests.harness.models import full, tiny_model
+from tests.harness.models import FLOAT32, full, tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
 
 # kind -> lengths: rows longer than a rank's part and of one token, one rank without a target, filler
@@ -69,7 +69,7 @@ def _check_exact(
     oracle = copy.deepcopy(model)
     model = model.to(device_here())
     mesh = mesh_here(**shape)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, master_dtype=torch.float64)
     if attention == "varlen":
         fs.use_varlen_attention(model)
     fs.use_context_parallel(model, mesh=mesh)
@@ -178,7 +178,7 @@ def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
     # Tokens that see later ones, positions counted by the mask, a recurrence.
     for name in ("ElectraForCausalLM", "OPTForCausalLM", "MambaForCausalLM"):
         model = _model(name).float().to(device_here())
-        fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
         with pytest.raises(fs.UnsupportedModelError, match="may meet in attention alone"):
             fs.use_context_parallel(model, mesh=mesh)
 
@@ -269,7 +269,7 @@ def _judge(name: str) -> str:
         oracle = copy.deepcopy(model)
         mesh = mesh_here(cp=2)
         try:
-            fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+            fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, master_dtype=torch.float64)
         except fs.FsdpSftError as error:
             return f"not sharded: {error}"
         try:
