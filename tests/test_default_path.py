@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import memory_of
-from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 STEPS = 6
 

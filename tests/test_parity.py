@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
 from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}

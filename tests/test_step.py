@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.harness.device import device_type, mesh_here
 from tests.harness.models import FLOAT32, full, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import RankFailedError, on_ranks, run_distributed
+from tests.harness.ranks import RankFailedError, device_type, mesh_here, on_ranks, run_distributed
 
 
 def _mine(batches: list[Any]) -> list[Any]:

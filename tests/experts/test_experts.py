@@ -14,10 +14,9 @@ import fsdp_sft as fs
 from fsdp_sft.experts import ExpertLoad
 from fsdp_sft.experts.counter import counter_of
 from tests.harness.architectures import class_names, quiet, tiny_architecture
-from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
 from tests.harness.models import FLOAT32, VOCAB, full, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 LENGTHS = [[[9, 3], [12, 1]], [[4, 7], [2, 10]], [[5], [8, 8]], [[11, 2], [6]]]
 

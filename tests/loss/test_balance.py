@@ -10,12 +10,11 @@ import torch.nn.functional as F
 
 import fsdp_sft as fs
 from fsdp_sft.loss import num_tokens
-from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import gradients_of
 from tests.harness.models import FLOAT32, full, largest_error, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 
 COEFFICIENT = 0.5
 # By rank and micro-batch: unequal, rows of one token, no target in the first row of each.

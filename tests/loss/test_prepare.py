@@ -15,7 +15,6 @@ from torch import nn
 
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, tiny_architecture
-from tests.harness.device import mesh_here
 from tests.harness.losses import (
     ADAPTERS,
     ADDED,
@@ -38,7 +37,7 @@ from tests.harness.models import (
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 
 
 @on_ranks(2)

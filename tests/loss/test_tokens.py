@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import fsdp_sft as fs
 from fsdp_sft.loss.blocks import Products
 from fsdp_sft.loss.linear import head_losses
-from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import (
@@ -28,7 +27,7 @@ from tests.harness.losses import (
     with_loss,
 )
 from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 from tests.plain import plain_token_losses
 
 BATCHES = {kind: batch_of(rows_of([6, 15, 1, 9], seed=2), kind) for kind in (PACKED, PADDED)}

@@ -21,10 +21,9 @@ from fsdp_sft._tensors.boxes import Box, box_at, cuts_of, whole
 from fsdp_sft.optimizer import adamw
 from fsdp_sft.optimizer.adamw import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 from tests.harness.composed import composed
-from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, device_type, mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same
 
 BF16 = torch.bfloat16

@@ -12,12 +12,11 @@ from torch.distributed.tensor import Shard
 
 import fsdp_sft as fs
 from tests.harness.composed import composed
-from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, state_of, tensors_of
 from tests.harness.models import FLOAT32
 from tests.harness.quantised_folders import UNEVEN, configure, deepseek_folder, mxfp4_folder, quantised
 from tests.harness.quantised_weights import FORMATS, fp8_block, int4
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 TIED = {"hidden_size": 64, "num_hidden_layers": 1}
 HYBRID = {"dp_replicate": 2}

@@ -21,9 +21,8 @@ from fsdp_sft._compat.groups import careful_gloo
 from fsdp_sft._ranks import agree, init as module
 from fsdp_sft._ranks.init import DistributedContext, detect_launch
 from tests.harness import launches
-from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import device_here, device_type, mesh_here, run_distributed
 
 # As Kubeflow's operator and others set them for a pod.
 ON_A_POD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1"}

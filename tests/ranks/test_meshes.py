@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import FLOAT32, full, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import device_here, device_type, mesh_here, on_ranks
 
 _ROWS = 23
 

@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.architectures import inputs_for, tiny_architecture
-from tests.harness.device import mesh_here
 from tests.harness.losses import gradients_of
 from tests.harness.models import FLOAT32, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 import fsdp_sft as fs
 from fsdp_sft.shard import units
 from fsdp_sft.shard.units import own_vocabulary
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import FLOAT32, full, largest_error, tiny_model, windows_of_rank
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 
 
 def _sharded(family: str, *, own: bool = True, **options: Any) -> Any:

@@ -16,10 +16,9 @@ import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import local_of
 from tests.harness.architectures import tiny_architecture
 from tests.harness.composed import composed
-from tests.harness.device import mesh_here
 from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches
 from tests.harness.native import load_native, rows_of_rank, save_mixture
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything
 
 # Each with 8 experts, so that 2 and 4 ranks have whole ones.

@@ -13,10 +13,9 @@ import transformers
 import fsdp_sft as fs
 from fsdp_sft.weights import build_meta_model, load_weights
 from tests.harness.architectures import class_names, inputs_for, quiet, save_all, tiny_architecture
-from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain
 from tests.harness.models import full
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 
 # One of each way: a module that owns one such parameter (Flint) or beside others (Inkling's
 # router), a convolution used by its weight (BailingHybrid, Inkling), buffers computed in bf16 (MiniMax), made

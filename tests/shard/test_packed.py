@@ -18,7 +18,6 @@ from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.shard.packing import packed_weights
 from tests import plain as plainly
 from tests.harness.composed import composed
-from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, rewrite
 from tests.harness.models import FLOAT32, TINY, full, oracle_gradients, oracle_loss, ragged_batches
 from tests.harness.packed_values import in_fp8, in_nf4, is_packed
@@ -30,7 +29,7 @@ from tests.harness.quantised_folders import (
     quantised,
 )
 from tests.harness.quantised_weights import FORMATS
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.trained import assert_same, everything, spread
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")

@@ -15,10 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
 from tests.harness.models import FLOAT32, full, largest_error, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 
 @on_ranks(2)

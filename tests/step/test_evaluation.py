@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
 from tests.harness.long_rows import sharing_rows
 from tests.harness.models import FLOAT32, oracle_loss, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import mesh_here, on_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._compat.fsdp import is_broken_off
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import (
     FLOAT32,
     full,
@@ -23,7 +22,7 @@ from tests.harness.models import (
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 from tests.plain import step as step_of
 
 

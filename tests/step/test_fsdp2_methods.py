@@ -10,9 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 import fsdp_sft as fs
 from fsdp_sft._model.sharded import reshard
 from tests import plain
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 
 # By method: the arguments that are tried, on the root alone and on every sharded module. None: it ends what
 # FSDP2 itself does in a backward (finalize_backward), or needs an accelerator's memory or events.

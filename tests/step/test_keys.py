@@ -9,9 +9,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
 from tests.harness.models import FLOAT32, ragged_batches, tiny_config, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import mesh_here, on_ranks
 
 
 class Seeing(LlamaForCausalLM):

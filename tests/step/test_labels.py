@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
 from tests.harness.long_rows import sharing_rows
 from tests.harness.models import VOCAB, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import mesh_here, on_ranks
 
 
 def _batch(seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, Any]:

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 from tests.plain import plain_token_losses, step as step_of
 
 BETA = 0.5

@@ -15,9 +15,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 import fsdp_sft as fs
 from fsdp_sft.step.update import clip_gradients
 from tests import plain
-from tests.harness.device import device_here, device_type
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, device_type, on_ranks, run_distributed
 
 
 def _expected(

@@ -15,9 +15,8 @@ from transformers.optimization import Adafactor
 
 import fsdp_sft as fs
 from tests import plain
-from tests.harness.device import device_type, mesh_here
 from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_type, mesh_here, on_ranks, run_distributed
 from tests.simulated.ranks import run_simulated
 
 

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 from transformers import BatchEncoding
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, mesh_here
 from tests.harness.losses import with_loss
 from tests.harness.models import FLOAT32, VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 
 class Strange(nn.Module):

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import FLOAT32, full, largest_error, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 from tests.plain import mean_loss, step
 
 
