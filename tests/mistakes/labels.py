@@ -73,14 +73,14 @@ MISTAKES = [
         "step/update.py",
         "    if len(stepped) < len(all_stepped):",
         "    if False:",
-        ("tests/step/test_optimizers.py",),
+        ("tests/step/test_update.py",),
     ),
     Mistake(
         "what was gathered under inference_mode is trained",
         "_compat/fsdp.py",
         'if getattr(held, "_unsharded_param", held.sharded_param).is_inference():',
         "if False:",
-        ("tests/step/test_fsdp2_methods.py",),
+        ("tests/step/test_between.py",),
     ),
     Mistake(
         "labels are the attention mask",
