@@ -44,6 +44,20 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         "qwen2": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": False, **overrides}),
         "qwen2-tied": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": True, **overrides}),
         "qwen3": lambda: tf.Qwen3Config(**{**common, "head_dim": 8, **overrides}),
+        "qwen3-tied": lambda: tf.Qwen3Config(
+            **{**common, "head_dim": 8, "tie_word_embeddings": True, **overrides}
+        ),
+        "gemma2": lambda: tf.Gemma2Config(
+            **{
+                **common,
+                "head_dim": 8,
+                "final_logit_softcapping": 3.0,
+                "tie_word_embeddings": False,
+                **overrides,
+            }
+        ),
+        "granite": lambda: tf.GraniteConfig(**{**common, "logits_scaling": 4.0, **overrides}),
+        "cohere": lambda: tf.CohereConfig(**{**common, "logit_scale": 0.5, **overrides}),
         "gemma3": lambda: tf.Gemma3TextConfig(
             **{**common, "head_dim": 8, "sliding_window": 8, "layer_types": None, **overrides}
         ),
@@ -96,6 +110,10 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
         "qwen2": "Qwen2ForCausalLM",
         "qwen2-tied": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        "qwen3-tied": "Qwen3ForCausalLM",
+        "gemma2": "Gemma2ForCausalLM",
+        "granite": "GraniteForCausalLM",
+        "cohere": "CohereForCausalLM",
         "gemma3": "Gemma3ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "gpt2": "GPT2LMHeadModel",

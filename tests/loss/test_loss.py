@@ -19,9 +19,8 @@ from fsdp_sft.loss.linear import head_losses
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import (
-    FAMILIES,
+    HEADS,
     draw_head,
-    family_model,
     gradients_of,
     leaves_of,
     own_batches,
@@ -47,9 +46,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 def _check_families(dtype: torch.dtype) -> dict[str, float]:
     ranks = dist.get_world_size()
     errors = {}
-    for family, own_group in itertools.product(FAMILIES, (False, True)):
+    for family, own_group in itertools.product(HEADS, (False, True)):
         batches = ragged_batches(ranks)  # with several ranks, the last one has no target
-        model = family_model(family, dtype)
+        model = tiny_model(family, dtype=dtype)
         loss, expected = oracle_gradients(model, batches)
         shard_by_heads(model, own_group=own_group)
         assert fs.prepare_loss(model) == "chunked"
@@ -64,7 +63,7 @@ def _check_families(dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_equal_logits_and_cross_entropy(ranks: int, dtype: torch.dtype) -> None:
     errors = run_distributed(_check_families, ranks, dtype, timeout=240)[0]
-    assert len(errors) == 2 * len(FAMILIES)
+    assert len(errors) == 2 * len(HEADS)
     print(f"{ranks} ranks, {dtype}: largest error {max(errors.values()):.1e} of {len(errors)} cases")
 
 
@@ -73,7 +72,7 @@ def test_gradients_equal_logits_and_cross_entropy(ranks: int, dtype: torch.dtype
 def test_gradients_of_a_frozen_part(frozen: str) -> None:
     for own_group, accumulate in itertools.product((False, True), ("all", "none", "reduce_scatter")):
         batches = ragged_batches(2 * dist.get_world_size())
-        model = family_model("granite", torch.float64)
+        model = tiny_model("granite", dtype=torch.float64)
         model.requires_grad_(frozen == "the head")
         model.lm_head.requires_grad_(frozen != "the head")
         _, expected = oracle_gradients(model, batches)
@@ -89,7 +88,7 @@ def test_mixed_precision_agrees_with_its_own_logits() -> None:
     batches = own_batches(ragged_batches(4))
     for own_group, dtype in itertools.product((False, True), (torch.bfloat16, torch.float16)):
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
-        model = shard_by_heads(family_model("gemma2"), own_group=own_group, mp_policy=policy)
+        model = shard_by_heads(tiny_model("gemma2"), own_group=own_group, mp_policy=policy)
         loss, _ = fs.loss_sum(with_loss(model, impl="chunked"), batches[0])
         assert loss.dtype == torch.float32
         assert float(loss.detach()) != float(loss.detach().to(dtype)), "the policy's output_dtype rounds it"
@@ -146,9 +145,9 @@ def _apart(found: Found, expected: Found) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HEADS)
 def test_values_and_gradients_are_those_of_logits(family: str, dtype: torch.dtype) -> None:
-    model = family_model(family, dtype)
+    model = tiny_model(family, dtype=dtype)
     close = 1e-12 if dtype == torch.float64 else 2e-6
     with AllFloat64() if dtype == torch.float64 else nullcontext():
         for trained in (True, False):
@@ -236,8 +235,8 @@ def test_weights_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: 
 def test_a_sharded_head_is_gathered_for_both_passes() -> None:
     kind = list(BATCHES)[dist.get_rank()]
     batch = {name: value.to(device_here()) for name, value in BATCHES[kind].items()}
-    for family in FAMILIES:
-        plain = family_model(family, torch.float64)
+    for family in HEADS:
+        plain = tiny_model(family, dtype=torch.float64)
         with AllFloat64():
             oracles = {one: _found(plain_token_losses, plain, own) for one, own in BATCHES.items()}
             gradients = [found for _, found in oracles.values()]

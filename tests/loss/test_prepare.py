@@ -20,7 +20,6 @@ from tests.harness.losses import (
     ADDED,
     Largest,
     adapted_model,
-    family_model,
     own_batches,
     relative_error,
     shard_by_heads,
@@ -119,7 +118,7 @@ def test_falls_back_with_a_reason(kind: str, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_soft_cap_shows_even_where_logits_are_small() -> None:
-    model = family_model("gemma2")
+    model = tiny_model("gemma2")
     with torch.no_grad():
         model.lm_head.weight.mul_(1e-3)
     assert fs.prepare_loss(model) == "chunked"
@@ -167,7 +166,7 @@ def test_the_wrong_models_and_names_are_refused() -> None:
 def test_training_goes_on_after_a_probe_that_failed() -> None:
     batches = ragged_batches(4)
     for own_group, place in itertools.product((False, True), ("block", "head")):
-        model = family_model("llama")
+        model = tiny_model("llama")
         _, expected = oracle_gradients(model, batches)
         shard_by_heads(model, own_group=own_group)
 
@@ -192,7 +191,7 @@ def test_training_goes_on_after_a_probe_that_failed() -> None:
 
 @on_ranks(2)
 def test_ranks_agree_on_a_fall_back() -> None:
-    model = shard_by_heads(family_model("llama"))
+    model = shard_by_heads(tiny_model("llama"))
     with pytest.raises(ValueError, match="ranks call with different arguments"):
         fs.prepare_loss(model, impl="logits" if dist.get_rank() else "auto")
     if dist.get_rank() == 1:

@@ -18,6 +18,7 @@ from fsdp_sft._tensors.boxes import whole
 from tests.harness.composed import composed
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, state_of, tensors_of
 from tests.harness.models import FLOAT32
+from tests.harness.packs import assert_same
 from tests.harness.quantised_folders import (
     UNEVEN,
     configure,
@@ -88,9 +89,7 @@ def test_every_format_stays_packed_or_is_refused(
         model = _frozen(folders / name / "stored", mesh, "stored")
         assert "packed: 7 weights" in fs.describe_sharding(model), name
         oracle = plain(folders / name / "published")
-        held, expected = state_of(model), state_of(oracle)
-        assert held.keys() == expected.keys()
-        assert all(torch.equal(held[key], value) for key, value in expected.items()), name
+        assert_same(state_of(model), state_of(oracle), name)
         ids = torch.arange(3, 19)[None]
         computed = model(input_ids=ids.to(device_here())).logits.cpu()
         assert torch.allclose(computed, oracle(input_ids=ids).logits, rtol=1e-4, atol=1e-5), name

@@ -15,6 +15,7 @@ from fsdp_sft.sac.decisions import decides
 from tests.harness.architectures import inputs_for, quiet, tiny_architecture
 from tests.harness.losses import gradients_of, with_loss
 from tests.harness.models import FLOAT32, largest_error, ragged_batches, tiny_model
+from tests.harness.packs import assert_same
 from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -53,10 +54,6 @@ def _step(model: Any, *, warm: bool = False) -> tuple[int, int, dict[str, torch.
     return counts.by_name["aten::mm"], counts.by_name.get(ATTENTION, 0), gradients_of(model)
 
 
-def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 # What is recomputed per block: of 7 products all but the last, which early stop leaves out, and 1 attention.
 SAVED = [
     ("o_proj", 5, 1),
@@ -82,9 +79,8 @@ def test_named_submodules_are_kept_and_the_rest_recomputed(backend: str | None) 
         if backend is not None:
             fs.compile_blocks(model, backend=backend, fullgraph=True)
         found = _step(model, warm=backend is not None)
-        assert _equal(found[2], expected), save
-        again = (found[0] - plain, found[1] - attention)
-        assert again == (2 * products, 2 * kernels), save
+        assert_same(found[2], expected)
+        assert (found[0] - plain, found[1] - attention) == (2 * products, 2 * kernels), save
 
 
 def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
@@ -102,7 +98,7 @@ def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
         assert names == [f"model.layers.{i}" for i in chosen]
         products, kernels, gradients = _step(model)
         assert (products - plain, kernels - attention) == (2 * len(chosen), 0)
-        assert _equal(gradients, expected)
+        assert_same(gradients, expected)
 
 
 def test_chosen_blocks_are_compiled_alone() -> None:
@@ -221,10 +217,7 @@ def _check_matrix(
         if family in KEPT and backend is None:
             ways.append({"save": KEPT[family]})
         for way in ways:
-            gradients = _gradients_prepared(family, way, order, backend)
-            assert gradients.keys() == plain.keys()
-            different = [name for name in plain if not torch.equal(gradients[name], plain[name])]
-            assert not different, (family, way, order, backend)
+            assert_same(_gradients_prepared(family, way, order, backend), plain, f"{family}, {way}, {order}")
 
 
 def test_eager_gradients_are_bit_equal_on_one_process_without_sharding() -> None:
@@ -249,9 +242,7 @@ def test_hybrid_models_are_bit_equal_too(name: str) -> None:
     expected = _gradients_with(model, inputs)
     for ratio in ("1/2", 1):
         assert fs.apply_sac(model, ratio)
-        gradients = _gradients_with(model, inputs)
-        assert gradients.keys() == expected.keys()
-        assert all(torch.equal(gradients[key], expected[key]) for key in expected), ratio
+        assert_same(_gradients_with(model, inputs), expected)
 
 
 # --- a recomputed router sends every token where its forward has sent it -----------------------------------
@@ -351,8 +342,7 @@ def test_every_operation_that_decides_is_repeated() -> None:
     expected = gradients_of(model)
     fs.apply_sac(model, blocks=["0", "1"])
     model(x).sum().backward()
-    found = gradients_of(model)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same(gradients_of(model), expected)
 
 
 def test_only_blocks_that_decide_pay() -> None:
