@@ -160,11 +160,21 @@ def test_a_family_loads_and_is_exported_in_16_bits(write: Any, tmp_path: Path) -
 # --- ways to quantise that are not read --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["torchao", "a new one", None])
-def test_other_methods_are_named(method: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (
+            {"quantization_config": {"quant_method": "torchao"}},
+            r"quantised \(torchao\): .* not among .* in 16 bits",
+        ),
+        ({"quantization_config": {"quant_method": "a new one"}}, r"\(a new one\): it is not among"),
+        ({"quantization_config": {"bits": 4}}, r"\(of a format without quant_method\): it is not among"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "quantised in two ways"),
+    ],
+)
+def test_other_methods_are_named(config: dict[str, Any], named: str, tmp_path: Path) -> None:
     fp8_folder(tmp_path)
-    configure(tmp_path, quantization_config={"quant_method": method} if method else {"bits": 4})
-    named = rf"quantised \({method or 'of a format without quant_method'}\): it is not among .* in 16 bits"
+    configure(tmp_path, **config)
     with pytest.raises(fs.CheckpointFormatError, match=named):
         fs.build_meta_model(tmp_path)
 
@@ -176,13 +186,6 @@ def test_a_part_of_a_config_says_it(tmp_path: Path) -> None:
     )
     configure(tmp_path, text_config=json.loads((tmp_path / "config.json").read_text())["text_config"] | text)
     with pytest.raises(fs.CheckpointFormatError, match=r"quantised \(quark\)"):
-        fs.build_meta_model(tmp_path)
-
-
-def test_two_parts_of_a_config_say_two_things(tmp_path: Path) -> None:
-    fp8_folder(tmp_path)
-    configure(tmp_path, compression_config={"quant_method": "compressed-tensors"})
-    with pytest.raises(fs.CheckpointFormatError, match="quantised in two ways"):
         fs.build_meta_model(tmp_path)
 
 

@@ -203,10 +203,11 @@ def test_half_set_variables_are_named(environment: Any, variables: Any, message:
     assert not dist.is_initialized()
 
 
-def _check_existing_group_and_meshes() -> list[Any]:
+@on_ranks(4)
+def test_an_existing_group_is_used_and_meshes_are_checked() -> None:
     context = fs.init_distributed()
     assert context.launcher == "existing"
-    assert (context.rank, context.world_size) == (dist.get_rank(), 4)
+    assert (context.rank, context.local_rank, context.world_size) == (dist.get_rank(), dist.get_rank(), 4)
     assert context.is_main == (context.rank == 0)
     assert context.device == device_here()
     assert fs.init_distributed() == context, "calling it again changes nothing"
@@ -215,8 +216,7 @@ def _check_existing_group_and_meshes() -> list[Any]:
     hybrid = fs.build_mesh(dp_replicate=2)
     assert (hybrid.mesh_dim_names, hybrid.shape) == (("dp_replicate", "dp_shard"), (2, 2))
     assert hybrid.mesh.tolist() == [[0, 1], [2, 3]]
-    ddp = fs.build_mesh(dp_replicate=4, dp_shard=1)
-    assert ddp.shape == (4, 1)
+    assert fs.build_mesh(dp_replicate=4, dp_shard=1).shape == (4, 1)
     for arguments, message in (
         ({"dp_replicate": 3}, "dp_replicate=3 x dp_shard=1 makes 3 ranks, but the job has 4"),
         ({"dp_replicate": 2, "dp_shard": 4}, "makes 8 ranks, but the job has 4"),
@@ -225,11 +225,6 @@ def _check_existing_group_and_meshes() -> list[Any]:
     ):
         with pytest.raises(ValueError, match=message):
             fs.build_mesh(**arguments)
-    return [context.local_rank]
-
-
-def test_an_existing_group_is_used_and_meshes_are_checked() -> None:
-    assert run_distributed(_check_existing_group_and_meshes, 4) == [[0], [1], [2], [3]]
 
 
 def test_a_mesh_needs_a_group() -> None:
@@ -293,15 +288,11 @@ def test_a_process_group_can_be_made_again() -> None:
     assert run_distributed(_again, 4, get_free_port()) == [[4] * 5] * 4
 
 
-def _met_others_before() -> int:
-    """What the group has as its size, on ranks of which one has met others over another store."""
-    if dist.get_rank() == 1:
-        module._own_keys(dist.HashStore(), 1)  # type: ignore[attr-defined,unused-ignore]
-    return fs.init_distributed().world_size
-
-
+@on_ranks(2)
 def test_a_rank_that_has_met_others_before_meets_these() -> None:
-    assert run_distributed(_met_others_before, 2) == [2, 2]
+    if dist.get_rank() == 1:  # has met them over another store
+        module._own_keys(dist.HashStore(), 1)  # type: ignore[attr-defined,unused-ignore]
+    assert fs.init_distributed().world_size == 2
 
 
 def _count_sockets() -> tuple[int, int]:

@@ -192,20 +192,17 @@ class TrainingJob:
         cluster: SlurmCluster,
         folder: Path,
         *options: str,
-        nodes: int,
-        ranks: int,
-        steps: int,
-        pace: float,
+        pace: float = 0.2,
         script: str = "train.sbatch",
         **env: str,
     ) -> None:
         self.cluster, self.folder, self.text = cluster, folder, folder / "job.log"
-        shape = (f"--nodes={nodes}", f"--ntasks-per-node={ranks // nodes}", "--cpus-per-task=1")
+        shape = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
         place = ("--gpus-per-node=0", "--chdir", str(ROOT), "--output", str(self.text))
         program = {"PACE_SECONDS": str(pace), "TRAIN": f"{sys.executable} {launches.PACED}"}
         self.id = cluster.sbatch(
             *(*shape, *place, *options, str(EXAMPLES / "slurm" / script)),
-            *launches.arguments(folder, ranks=ranks, steps=steps),
+            *launches.arguments(folder, ranks=4, steps=STEPS),
             **launches.environment(**program, **env),
         )
 
@@ -300,18 +297,6 @@ shift 7 && exec "$@"
 """
 
 
-def _job(
-    cluster: SlurmCluster,
-    folder: Path,
-    *options: str,
-    pace: float = 0.2,
-    script: str = "train.sbatch",
-    **env: str,
-) -> TrainingJob:
-    shape = {"nodes": 2, "ranks": 4, "steps": STEPS}
-    return TrainingJob(cluster, folder, *options, **shape, pace=pace, script=script, **env)
-
-
 def test_steps_and_batch_jobs_train_as_torchrun_does(
     cluster: SlurmCluster, preserved: Path, tmp_path: Path
 ) -> None:
@@ -326,7 +311,7 @@ def test_steps_and_batch_jobs_train_as_torchrun_does(
     (apptainer := tmp_path / "apptainer").write_text(APPTAINER)
     apptainer.chmod(0o755)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    job = _job(
+    job = TrainingJob(
         cluster, batch, script="train-apptainer.sbatch", APPTAINER=str(apptainer), IMAGE="sft.sif", PATH=path
     )
     assert cluster.wait(job.id)[0]["JobState"] == "COMPLETED", job.text.read_text()
@@ -338,7 +323,7 @@ def test_steps_and_batch_jobs_train_as_torchrun_does(
 
 def test_signals_and_requeues_in_mid_training(cluster: SlurmCluster, preserved: Path, tmp_path: Path) -> None:
     """scancel -s USR1 and scontrol requeue strike one job, scancel ends it, a second job finishes."""
-    job = _job(cluster, tmp_path)
+    job = TrainingJob(cluster, tmp_path)
     strikes = (("scancel", "-s", "USR1"), ("scontrol", "requeue"), ("scancel",))
     for number, strike in enumerate(strikes, start=1):
         job.until_step(9 * number)
@@ -350,7 +335,7 @@ def test_signals_and_requeues_in_mid_training(cluster: SlurmCluster, preserved: 
         assert saved[-1] == last, "the last step that ran is saved"
     assert job.exit_codes() == [85, 85, 85]
     assert cluster.wait(job.id, starts=3)[0]["JobState"] == "CANCELLED", "what is cancelled stays so"
-    again = _job(cluster, tmp_path, pace=0)
+    again = TrainingJob(cluster, tmp_path, pace=0)
     assert cluster.wait(again.id)[0]["JobState"] == "COMPLETED", again.text.read_text()
     assert again.exit_codes()[-1] == 0
     assert [step for step, *_ in launches.losses(tmp_path)] == list(range(1, STEPS + 1)), "each step once"
@@ -369,7 +354,7 @@ def test_the_time_limit_and_the_signal_before_it(
     jobs = {}
     for name, option in options.items():
         (tmp_path / name).mkdir()
-        jobs[name] = _job(cluster, tmp_path / name, *option, pace=paces[name])
+        jobs[name] = TrainingJob(cluster, tmp_path / name, *option, pace=paces[name])
     states = cluster.wait(*(job.id for job in jobs.values()), starts=2, timeout=900)
     for (name, job), ended in zip(jobs.items(), states, strict=True):
         assert ended["JobState"] == "COMPLETED", job.text.read_text()

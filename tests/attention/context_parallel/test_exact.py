@@ -130,10 +130,6 @@ def test_four_ranks_share_rows(name: str) -> None:
     assert _exact(name, 4, {"cp": 4})[0] <= 1e-12
 
 
-def test_soft_caps() -> None:
-    assert _exact("Gemma2ForCausalLM", 2, {"cp": 2}, "eager")[0] <= 1e-12
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotations_by_the_length_of_the_row(kind: str) -> None:
     """Rows longer than the config's length: each rank has to know how long they are."""
@@ -147,28 +143,28 @@ def test_rotations_by_the_length_of_the_row(kind: str) -> None:
     assert max(run_distributed(_check_exact, 2, "qwen3", {"cp": 2}, options, None, [PLAIN]))[0] <= 1e-12
 
 
-def test_attention_by_row() -> None:
-    assert _exact("qwen3", 2, {"cp": 2}, "varlen")[0] <= 1e-12
+def _heads(queries: int, keys: int) -> dict[str, int]:
+    """Query heads of 8, so that the hidden size is that of the heads."""
+    return {"num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 8 * queries}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape", "heads", "keys"),
+    ("name", "ranks", "shape", "attention", "overrides"),
     [
-        (3, {"cp": 3}, 12, 4),  # key heads that straddle ranks
-        (3, {"cp": 3}, 12, 3),
-        (4, {"cp": 4}, 8, 1),
-        (4, {"cp": 2, "dp_shard": 2}, 4, 2),
-        (4, {"cp": 2, "dp_replicate": 2}, 4, 4),
+        ("Gemma2ForCausalLM", 2, {"cp": 2}, "eager", {}),  # soft caps
+        ("qwen3", 2, {"cp": 2}, "varlen", {}),
+        ("qwen3", 3, {"cp": 3}, None, _heads(12, 4)),  # key heads that straddle ranks
+        ("qwen3", 3, {"cp": 3}, None, _heads(12, 3)),
+        ("qwen3", 4, {"cp": 4}, None, _heads(8, 1)),
+        ("qwen3", 4, {"cp": 2, "dp_shard": 2}, None, _heads(4, 2)),
+        ("qwen3", 4, {"cp": 2, "dp_replicate": 2}, None, _heads(4, 4)),
     ],
+    ids=["soft caps", "by row", "12-4", "12-3", "8-1", "4-2", "4-4"],
 )
-def test_heads_and_meshes(ranks: int, shape: dict[str, int], heads: int, keys: int) -> None:
-    """Query heads of 8, so that the hidden size is that of the heads."""
-    assert (
-        _exact(
-            "qwen3", ranks, shape, num_attention_heads=heads, num_key_value_heads=keys, hidden_size=8 * heads
-        )[0]
-        <= 1e-12
-    )
+def test_attentions_heads_and_meshes(
+    name: str, ranks: int, shape: dict[str, int], attention: str | None, overrides: dict[str, int]
+) -> None:
+    assert _exact(name, ranks, shape, attention, **overrides)[0] <= 1e-12
 
 
 @on_ranks(2)

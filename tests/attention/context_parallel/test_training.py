@@ -160,8 +160,7 @@ def _check_refusals(folder: Path) -> None:
     optimizer = _adamw(model.parameters())
     with pytest.raises(ValueError, match="not sharded on this mesh"):
         fs.use_context_parallel(model, mesh=mesh)
-    bare = build_meta_model(folder)
-    fs.shard_model(bare, mesh=mesh)
+    bare = fs.shard_model(build_meta_model(folder), mesh=mesh)
     with pytest.raises(ValueError, match="load its weights first"):
         fs.use_context_parallel(bare, mesh=mesh)
     fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
