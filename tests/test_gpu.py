@@ -24,9 +24,9 @@ pytestmark = pytest.mark.gpu
 SCRIPT = """
 import json, sys
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 import fsdp_sft as fs
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches, tiny_model
 
 context = fs.init_distributed()
 assert context.device.type == "cuda" and "nccl" in context.backend

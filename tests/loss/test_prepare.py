@@ -251,22 +251,28 @@ def _window(model: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tens
     return total, gradients
 
 
+@pytest.mark.parametrize("kind", [*ADAPTERS, *ADDED])
+def test_the_loss_of_a_head_with_adapters_is_that_of_its_logits(kind: str) -> None:
+    pytest.importorskip("peft")
+    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
+    torch.manual_seed(7)
+    expected, gradients = oracle_gradients(model, batches)
+    if kind in ADDED:
+        with pytest.raises(fs.ModelLossError, match=r"not a plain nn\.Linear: .*peft"):
+            fs.prepare_loss(model, impl="chunked")
+    assert fs.prepare_loss(model) == ("logits" if kind in ADDED else "chunked")
+    loss, own = _window(model, batches)
+    assert loss == pytest.approx(expected, rel=1e-9)
+    assert largest_error(own, gradients) <= 1e-9
+
+
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     pytest.importorskip("peft")
-    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
-    twin = copy.deepcopy(model)
-    torch.manual_seed(7)
-    expected = oracle_loss(twin, batches)
-    expected.backward()
-    gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-    assert fs.prepare_loss(model) == "chunked"
-    loss, fused = _window(model, batches)
-    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
-    assert largest_error(fused, gradients) <= 1e-9
+    model, batch = adapted_model(kind, torch.float64), ragged_batches(2)[0]
     with model.disable_adapter():
-        assert float(fs.loss_sum(with_loss(model, impl="chunked"), batches[0])[0].detach()) == pytest.approx(
-            float(fs.loss_sum(with_loss(model, impl="logits"), batches[0])[0].detach()), rel=1e-9
+        assert float(fs.loss_sum(with_loss(model, impl="chunked"), batch)[0].detach()) == pytest.approx(
+            float(fs.loss_sum(with_loss(model, impl="logits"), batch)[0].detach()), rel=1e-9
         )
     fs.prepare_loss(model)
     rows = torch.randint(3, VOCAB, (1, 1000), generator=torch.Generator().manual_seed(0))
@@ -274,23 +280,6 @@ def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     with Largest() as largest:
         fs.loss_sum(model, long)[0].backward()
     assert largest.numel < 1000 * VOCAB, "as large as the logits"
-
-
-@pytest.mark.parametrize("kind", ADDED)
-def test_lora_on_the_head_gets_full_logits(kind: str) -> None:
-    pytest.importorskip("peft")
-    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
-    with pytest.raises(fs.ModelLossError, match=r"not a plain nn\.Linear: .*peft"):
-        fs.prepare_loss(model, impl="chunked")
-    torch.manual_seed(7)
-    expected = oracle_loss(model, batches)
-    expected.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    assert fs.prepare_loss(model) == "logits"
-    loss, own = _window(model, batches)
-    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
-    assert largest_error(own, gradients) <= 1e-9
 
 
 def _check_sharded() -> None:

@@ -143,8 +143,7 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
     batches = weighted_batches(6)[context.rank :: context.world_size]
     kept: dict[str, torch.Tensor] = {}
     model = tiny_model("llama", dtype=torch.float64).to(context.device)
-    exact = FLOAT32
-    fs.shard_model(model, mesh=fs.build_mesh(), master_dtype=torch.float64, mp_policy=exact)
+    fs.shard_model(model, mesh=fs.build_mesh(), master_dtype=torch.float64, mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def keep(*_: Any) -> None:

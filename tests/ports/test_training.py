@@ -17,7 +17,6 @@ import fsdp_sft as fs
 from tests import plain
 from tests.harness.places import EXAMPLES, script
 from tests.harness.ranks import run_distributed
-from tests.plain import step
 from tests.ports import originals
 from tests.ports.originals import SAVED, STEPS, Batch, Scaled, Window, all_rows
 
@@ -108,7 +107,7 @@ def _train_original(
                 shares.append(share)
                 yield loss
 
-        _, norm = step(model, losses(), [optimizer], max_norm=1.0)
+        _, norm = plain.step(model, losses(), [optimizer], max_norm=1.0)
         steps.append((sum(shares), norm))
         scheduler.step()
     return model, steps

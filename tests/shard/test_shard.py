@@ -190,17 +190,14 @@ def test_what_cannot_be_sharded_is_refused() -> None:
             call()
 
 
-def _check_description() -> str:
+@on_ranks(4)
+def test_description_lists_groups_with_local_bytes() -> None:
     model = tiny_model("qwen2-tied", dtype=torch.bfloat16)
     model.model.norm.requires_grad_(False)
     fs.shard_model(model, mesh=mesh_here(dp_replicate=2), offload_policy=CPUOffloadPolicy())
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2]]))  # leaves the root gathered
-    return fs.describe_sharding(model)
-
-
-def test_description_lists_groups_with_local_bytes() -> None:
-    text = run_distributed(_check_description, 4)[0]
+    text = fs.describe_sharding(model)
     plain = tiny_model("qwen2-tied")
     layer = sum(p.numel() for p in plain.model.layers[0].parameters())
     root = sum(p.numel() for p in plain.parameters()) - 3 * layer
@@ -234,7 +231,6 @@ import time, torch, torch.distributed as dist, transformers as tf
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_sft as fs
 
-from tests.harness.forks import Program
 dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
 config = tf.Qwen2Config(hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
     num_attention_heads=64, num_key_value_heads=8, vocab_size=152064)
@@ -366,7 +362,7 @@ def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
 
 def _check_one(folder: Path, mesh: Any, sac: bool) -> Outcome:
     try:
-        expected = _step(_in_bf16(folder))
+        expected = _step(plain(folder, dtype=torch.bfloat16))
     except Exception as error:
         return Outcome(not_runnable=f"{type(error).__name__}: {str(error)[:150]}")
     model = build_meta_model(folder)
@@ -385,12 +381,6 @@ def _check_one(folder: Path, mesh: Any, sac: bool) -> Outcome:
     exact = _step(plain(folder))[1]
     errors = _distance(found[1], exact), _distance(expected[1], exact)
     return Outcome(problem="" if errors[0] <= 3 * errors[1] else f"errors of the gradients: {errors}")
-
-
-def _in_bf16(folder: Path) -> Any:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    cls = getattr(transformers, config.architectures[0])
-    return cls.from_pretrained(folder, dtype=torch.bfloat16).train()
 
 
 @quiet()
