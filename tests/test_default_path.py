@@ -62,8 +62,7 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     loaded = fs.load_checkpoint(root, model=again, optimizer=optimizer)
     scheduler.load_state_dict(loaded.train_state["scheduler"])
     assert loaded.step == 3
-    repeated = fs.evaluate(again, held_out)
-    assert repeated == evaluated
+    assert fs.evaluate(again, held_out) == evaluated
     # Loading once more after an evaluation, and after a step, brings the same state back.
     fs.load_checkpoint(root, model=again, optimizer=optimizer)
     assert _steps(again, optimizer, scheduler, windows[3:]) == rest, "losses and norms, bit for bit"

@@ -146,8 +146,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
     twin = copy.deepcopy(mixtral)
     assert counter_of(twin) is None
     assert fs.train_step(twin, [batch], torch.optim.SGD(twin.parameters(), lr=0.0)).expert_load is None
-    again = fs.train_step(mixtral, [batch], optimizer).expert_load
-    assert again == load
+    assert fs.train_step(mixtral, [batch], optimizer).expert_load == load
 
 
 @on_ranks(1)

@@ -45,8 +45,7 @@ def plain(folder: Path, *, dtype: torch.dtype = torch.float32, **kwargs: Any) ->
     """The oracle: what plain transformers loads, unsharded."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    cls = getattr(transformers, config.architectures[0])
+    cls = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
     torch.manual_seed(0)  # for keys that are initialised
     return cls.from_pretrained(folder, dtype=dtype, **kwargs).train()
 

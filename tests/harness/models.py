@@ -191,5 +191,4 @@ def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     """Largest difference relative to the largest entry of all expected tensors."""
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     scale = max(float(tensor.abs().max()) for tensor in expected.values())
-    worst = max(float((actual[name] - expected[name]).abs().max()) for name in expected)
-    return worst / scale
+    return max(float((actual[name] - expected[name]).abs().max()) for name in expected) / scale

@@ -43,8 +43,7 @@ from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 def test_preparing_leaves_the_model_as_it_was() -> None:
     model = shard_by_heads(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1))
     model.transformer.h[0].eval()
-    batch = own_batches(ragged_batches(2))[0]
-    fs.loss_sum(with_loss(model, impl="logits"), batch)[0].backward()
+    fs.loss_sum(with_loss(model, impl="logits"), own_batches(ragged_batches(2))[0])[0].backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
     modes = [module.training for module in model.modules()]

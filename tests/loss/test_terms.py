@@ -176,8 +176,7 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
 @pytest.mark.parametrize("terms", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, float], ranks: int) -> None:
-    batches = weighted_batches(6)
-    loss, weight, gradients = expected_step(batches, **terms)
+    loss, weight, gradients = expected_step(weighted_batches(6), **terms)
     found = run_distributed(_step, ranks, loss_impl, terms)[0]
     assert found["loss"] == pytest.approx(loss, rel=1e-12)
     assert found["evaluated"] == pytest.approx(loss, rel=1e-12)

@@ -374,6 +374,6 @@ MISTAKES: list[Mistake] = [
         "loss/counting.py",
         "    if not is_usual or labels.ndim != 2 or labels.shape != beside.shape:\n",
         "    if labels.shape != beside.shape or not is_usual or labels.ndim != 2:\n",
-        ("tests/test_step.py::test_bad_windows_raise_on_all_ranks",),
+        ("tests/test_parity.py::test_bad_windows_raise_on_all_ranks",),
     ),
 ]

@@ -153,8 +153,7 @@ def test_a_family_loads_and_is_exported_in_16_bits(write: Any, tmp_path: Path) -
     assert "quantization_config" not in exported
     exports = (plain(tmp_path / name, dtype=torch.bfloat16) for name in ("export", "published"))
     assert difference(*exports) == []
-    card = (tmp_path / "export" / "README.md").read_text()
-    assert "bfloat16" in card
+    assert "bfloat16" in (tmp_path / "export" / "README.md").read_text()
 
 
 # --- ways to quantise that are not read --------------------------------------------------------------------

@@ -202,8 +202,7 @@ def test_the_config_says_how_rows_are_stored(name: str, tmp_path: Path) -> None:
     unsaid = "e8m0" in name or "uint8" in name or name == "fp8 block, compressed-tensors"
     if not unsaid:
         assert form.row_bytes == pytest.approx(expected.row_bytes, rel=0.01)
-    own = torch.zeros(2, form.row_bytes, dtype=torch.uint8)
-    form.values_into(own, torch.empty(2, WIDTH))
+    form.values_into(torch.zeros(2, form.row_bytes, dtype=torch.uint8), torch.empty(2, WIDTH))
 
 
 @pytest.mark.parametrize(
