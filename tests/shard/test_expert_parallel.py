@@ -95,9 +95,8 @@ def mixtral(tmp_path_factory: Any) -> str:
 
 def _expected(model: Any, batches: list[Any], max_norm: float) -> tuple[float, float, dict[str, Any]]:
     model, gradients = copy.deepcopy(model), dict[str, torch.Tensor]()
-    return *plain.step(
-        model, [plain.mean_loss(model, batches)], [], max_norm=max_norm, keep=gradients
-    ), gradients
+    losses = [plain.mean_loss(model, batches)]
+    return *plain.step(model, losses, [], max_norm=max_norm, keep=gradients), gradients
 
 
 def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torch.float32) -> Any:
