@@ -135,7 +135,7 @@ BESIDE: dict[str, str] = {
         for pages in ("explanation/", "how-to/", "tutorials/")
     },
     # The simulator itself: what it computes is compared by every test that uses it.
-    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "waits")},
+    "tests/simulated/test_device.py::": _SYNCS,
 }
 
 
