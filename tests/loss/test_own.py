@@ -266,11 +266,6 @@ LENGTHS = [
 ]
 
 
-def _mixture_in_float64(**overrides: Any) -> Any:
-    settings = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, **overrides}
-    return tiny_model("mixtral", dtype=torch.float64, **settings)
-
-
 def _rows(rank: int, micro_batch: int) -> list[Any]:
     return rows_of(LENGTHS[rank][micro_batch], seed=10 * rank + micro_batch, trained=0.8)
 
@@ -325,7 +320,7 @@ def _plain(model: Any, micro_batches: list[list[Any]]) -> tuple[torch.Tensor, to
 @on_ranks()
 def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    plain, model = _mixture_in_float64(), _mixture_in_float64()
+    plain, model = _mixture(dtype=torch.float64), _mixture(dtype=torch.float64)
     rows = [_rows(r, m) for r in range(ranks) for m in range(3)]
     with AllFloat64():
         entropy, router = _plain(plain, rows)
@@ -355,7 +350,7 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
 
 @on_ranks(2)
 def test_rows_that_ranks_share_have_no_routers_loss() -> None:
-    model, batch = _mixture_in_float64(), _batch(0, 0, PADDED)
+    model, batch = _mixture(dtype=torch.float64), _batch(0, 0, PADDED)
     sharing_rows(model, mesh_here(cp=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for call in (
