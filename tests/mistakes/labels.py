@@ -73,7 +73,7 @@ MISTAKES = [
         "step/update.py",
         "    if len(stepped) < len(all_stepped):",
         "    if False:",
-        ("tests/step/test_update.py",),
+        ("tests/step/test_update.py::test_what_would_step_otherwise_is_refused",),
     ),
     Mistake(
         "what was gathered under inference_mode is trained",

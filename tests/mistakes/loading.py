@@ -22,7 +22,7 @@ MISTAKES: list[Mistake] = [
         "_quantised/settings.py",
         "            yield from settings_in(value)\n",
         "            pass\n",
-        ("tests/quantised/test_folders.py",),
+        ("tests/quantised/test_folders.py::test_a_part_of_a_config_says_it",),
     ),
     Mistake(
         "a load seeds the caller's generators",

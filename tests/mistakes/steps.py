@@ -59,7 +59,7 @@ MISTAKES: list[Mistake] = [
         "step/checks.py",
         "    if whole and",
         "    if False and",
-        TRAINED,
+        ("tests/step/test_between.py::test_refused_on_all_ranks",),
     ),
     Mistake(
         "hooks on parameters that do not run are taken",
@@ -101,7 +101,7 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "            forget_unscaled(scaler)",
         "            pass",
-        ("tests/step/test_update.py",),
+        ("tests/step/test_update.py::test_the_scaler_goes_on_after",),
     ),
     Mistake(
         "an error that cannot be described is not sent",
@@ -129,7 +129,7 @@ MISTAKES: list[Mistake] = [
         "_compat/fsdp.py",
         "parameter.sharded_param.requires_grad_(_registered(group, parameter).requires_grad)",
         "pass",
-        TRAINED,
+        ("tests/step/test_between.py::test_what_is_frozen_while_it_is_gathered_stays_frozen",),
     ),
     Mistake(
         "the tokens of a mask that numbers documents are summed up",
@@ -143,14 +143,14 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         '"trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),',
         '"trained": (),',
-        TRAINED,
+        ("tests/step/test_between.py::test_refused_on_all_ranks",),
     ),
     Mistake(
         "ranks step with different options",
         "step/train.py",
         '        "optimizers": options_of(optimizers),\n',
         "",
-        TRAINED,
+        ("tests/step/test_between.py::test_refused_on_all_ranks",),
     ),
     Mistake(
         "a message for another call is taken for the answer",
@@ -185,14 +185,14 @@ MISTAKES: list[Mistake] = [
         "step/window.py",
         'else "keys" if len(keys) > 1 else ""',
         'else ""',
-        ("tests/step/test_batches.py",),
+        ("tests/step/test_batches.py::test_ranks_with_different_keys_are_refused_by_name",),
     ),
     Mistake(
         "a rank that has run out stands in with what it had last",
         "step/window.py",
         'any(one["keys"] not in keys for one in everyone)',
         "False",
-        ("tests/step/test_batches.py",),
+        ("tests/step/test_batches.py::test_a_rank_that_has_run_out_stands_in_with_the_keys_of_the_others",),
     ),
     Mistake(
         "a count of the caller's own left aside",
@@ -227,7 +227,7 @@ MISTAKES: list[Mistake] = [
         "shard/units.py",
         "casts = replace(inner, cast_forward_inputs=policy.cast_forward_inputs)",
         "casts = inner",
-        ("tests/shard/test_shard.py",),
+        ("tests/shard/test_shard.py::test_a_head_that_is_asked_for_its_dtype_before_it_is_gathered",),
     ),
     Mistake(
         "weights that are broken have no names",
@@ -276,14 +276,14 @@ MISTAKES: list[Mistake] = [
         "step/checks.py",
         '(following if name == "labels" else own)',
         "own",
-        ("tests/step/test_batches.py",),
+        ("tests/step/test_batches.py::test_recognised_mistakes_are_errors",),
     ),
     Mistake(
         "one verdict on labels for each micro-batch alone",
         "step/checks.py",
         "    if telling < _FEWEST or",
         "    if telling / max(len(batches), 1) < _FEWEST or",
-        ("tests/step/test_batches.py",),
+        ("tests/step/test_batches.py::test_recognised_mistakes_are_errors",),
     ),
     Mistake(
         "a pack with a mask is let through where the loss is the caller's",
