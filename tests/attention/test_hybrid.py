@@ -15,8 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft.attention import hybrid
 from tests.harness.architectures import tiny_architecture
-from tests.harness.float64 import AllFloat64
-from tests.harness.models import full, largest_error
+from tests.harness.models import AllFloat64, full, largest_error
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import mesh_here, run_distributed
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.overrides import TorchFunctionMode
 
 from tests.plain import gradients as oracle_gradients, mean_loss as oracle_loss  # noqa: F401  by these names
 
@@ -192,3 +193,21 @@ def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     scale = max(float(tensor.abs().max()) for tensor in expected.values())
     return max(float((actual[name] - expected[name]).abs().max()) for name in expected) / scale
+
+
+class AllFloat64(TorchFunctionMode):
+    """While it is on, what would cast a float64 tensor to float32 leaves it as it is.
+
+    Norms, softmaxes and routers of transformers compute in float32 whatever the model's dtype, which leaves
+    differences of 1e-7 where two orders of the same sums are compared.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        wide = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        if func is torch.Tensor.float:
+            return args[0].double()  # positions and frequencies too, which are multiplied by each other
+        if wide:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {name: torch.float64 if v is torch.float32 else v for name, v in kwargs.items()}
+        return func(*args, **kwargs)

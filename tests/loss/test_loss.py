@@ -16,7 +16,6 @@ import fsdp_sft as fs
 from fsdp_sft.loss.blocks import Products
 from fsdp_sft.loss.counting import counted_tokens, num_tokens
 from fsdp_sft.loss.linear import head_losses
-from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import (
     HEADS,
@@ -32,6 +31,7 @@ from tests.harness.losses import (
 )
 from tests.harness.models import (
     VOCAB,
+    AllFloat64,
     largest_error,
     oracle_gradients,
     ragged_batches,

@@ -14,10 +14,18 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft.loss import num_tokens
-from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import gradients_of, with_loss
-from tests.harness.models import FLOAT32, VOCAB, full, largest_error, ragged_batches, tiny_config, tiny_model
+from tests.harness.models import (
+    FLOAT32,
+    VOCAB,
+    AllFloat64,
+    full,
+    largest_error,
+    ragged_batches,
+    tiny_config,
+    tiny_model,
+)
 from tests.harness.ranks import device_here, mesh_here, on_ranks
 
 COEFFICIENT = 0.5

@@ -20,7 +20,6 @@ from tests import plain as plainly
 from tests.harness.composed import composed
 from tests.harness.hf_folders import plain, rewrite
 from tests.harness.models import FLOAT32, TINY, full, oracle_gradients, oracle_loss, ragged_batches
-from tests.harness.packed_values import in_fp8, in_nf4, is_packed
 from tests.harness.quantised_folders import (
     configure,
     deepseek_folder,
@@ -28,7 +27,7 @@ from tests.harness.quantised_folders import (
     quantise,
     quantised,
 )
-from tests.harness.quantised_weights import FORMATS
+from tests.harness.quantised_weights import FORMATS, in_fp8, in_nf4, is_packed
 from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.trained import assert_same, everything, spread
 

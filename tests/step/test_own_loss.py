@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from transformers import BatchEncoding
 
 import fsdp_sft as fs
-from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import with_loss
-from tests.harness.models import FLOAT32, VOCAB, full, largest_error, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, VOCAB, AllFloat64, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import device_here, mesh_here, on_ranks
 from tests.plain import plain_token_losses, step as step_of

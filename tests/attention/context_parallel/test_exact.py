@@ -11,10 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, quiet, tiny_architecture
-from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of, sharing_rows
 from tests.harness.losses import with_loss
-from tests.harness.models import FLOAT32, full, tiny_model
+from tests.harness.models import FLOAT32, AllFloat64, full, tiny_model
 from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 # kind -> lengths: rows longer than a rank's part and of one token, one rank without a target, filler

@@ -19,10 +19,9 @@ from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.loss import part_of
 from fsdp_sft.weights import build_meta_model
 from tests import plain
-from tests.harness.float64 import AllFloat64
 from tests.harness.hf_folders import save_tiny
 from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of, sharing_rows
-from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, AllFloat64, full, ragged_batches, tiny_model
 from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 LENGTHS = [6, 15, 1, 9]
