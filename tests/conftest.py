@@ -13,18 +13,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's store asks for the names of the addresses that connect to it; without a name server that takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Not before: torch reads these settings as it is imported.
+from tests.harness import budget, device
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """From the start: count what is started."""
-    from tests.harness import budget
-
     budget.watch()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker hands its counts over; the process that prints the summary judges them."""
-    from tests.harness import budget, device
-
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["budget"] = {room: dict(used) for room, used in budget.counts.items()}
     elif budget.verdict(session.config, device.asked()):
@@ -34,8 +33,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Of a worker of pytest-xdist."""
-    from tests.harness import budget
-
     for room, used in getattr(node, "workeroutput", {}).get("budget", {}).items():
         budget.counts.setdefault(room, Counter()).update(used)
 
@@ -43,8 +40,6 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """What a test starts is its room's."""
-    from tests.harness import budget
-
     budget.running = item.nodeid
     yield
     budget.running = None
@@ -52,8 +47,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test marked ``accelerator`` runs on ranks of both kinds, unless the setting says that all do."""
-    from tests.harness import device
-
     if metafunc.definition.get_closest_marker("accelerator") and device.asked() == "cpu":
         metafunc.parametrize("kind_of_device", ["cpu", "sim"], indirect=True)
 
@@ -61,7 +54,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that a faster one stands for are slow. On simulated devices, others are left out, or say why."""
-    from tests.harness import device
     from tests.simulated.cannot import reason, starts_ranks
     from tests.slow import fast_one
 
@@ -82,16 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def kind_of_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """What ranks compute on."""
-    from tests.harness import device
-
     with device.asking(getattr(request, "param", device.asked())):
         yield
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """What the tests have started."""
-    from tests.harness import budget, device
-
     terminalreporter.section("process groups and process starts")
     for line in budget.table():
         terminalreporter.line(line)

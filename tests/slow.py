@@ -63,10 +63,10 @@ BESIDE: dict[str, str] = {
         "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype0]"
     ),
     **{
-        f"tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[{case}]": (
-            "tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[4-shape3-4-2]"
+        f"tests/attention/context_parallel/test_exact.py::test_attentions_heads_and_meshes[{case}]": (
+            "tests/attention/context_parallel/test_exact.py::test_attentions_heads_and_meshes[4-2]"
         )
-        for case in ("3-shape0-12-4", "4-shape2-8-1", "4-shape4-4-4")
+        for case in ("12-4", "8-1", "4-4")
     },
     f"{_STEPS}[4-shape1-options1]": (f"{_STEPS}[4-shape2-options2]"),
     f"{_LOAD}test_bitwise_what_from_pretrained_loads[3-mesh_shape2]": (
@@ -135,7 +135,7 @@ BESIDE: dict[str, str] = {
         for pages in ("explanation/", "how-to/", "tutorials/")
     },
     # The simulator itself: what it computes is compared by every test that uses it.
-    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "waits")},
+    "tests/simulated/test_device.py::": _SYNCS,
 }
 
 

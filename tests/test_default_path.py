@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import memory_of
-from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 STEPS = 6
 
@@ -63,8 +62,7 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     loaded = fs.load_checkpoint(root, model=again, optimizer=optimizer)
     scheduler.load_state_dict(loaded.train_state["scheduler"])
     assert loaded.step == 3
-    repeated = fs.evaluate(again, held_out)
-    assert repeated == evaluated
+    assert fs.evaluate(again, held_out) == evaluated
     # Loading once more after an evaluation, and after a step, brings the same state back.
     fs.load_checkpoint(root, model=again, optimizer=optimizer)
     assert _steps(again, optimizer, scheduler, windows[3:]) == rest, "losses and norms, bit for bit"

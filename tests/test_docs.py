@@ -140,8 +140,6 @@ def test_every_python_block_is_run_or_marked(page: Path) -> None:
 
 
 def test_every_public_name_is_in_the_reference_and_every_page_on_the_site() -> None:
-    import fsdp_sft as fs
-
     text = "".join(path.read_text() for path in ROOT.glob("docs/reference/*.md"))
     named = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
     assert named >= set(fs.__all__) - {"__version__"}
@@ -152,8 +150,6 @@ def test_every_public_name_is_in_the_reference_and_every_page_on_the_site() -> N
 
 
 def test_every_public_exception_is_on_the_errors_page() -> None:
-    import fsdp_sft as fs
-
     public = [getattr(fs, name) for name in fs.__all__]
     exceptions = {kind for kind in public if isinstance(kind, type) and issubclass(kind, BaseException)}
     page = (ROOT / "docs/reference/errors.md").read_text()

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.gpu
 SCRIPT = """
 import json, sys
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 import fsdp_sft as fs
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches, tiny_model
 
 context = fs.init_distributed()
 assert context.device.type == "cuda" and "nccl" in context.backend
@@ -42,7 +42,7 @@ for name, options in CASES.items():
     model = tiny_model("qwen2-tied", dtype=torch.float64)
     expected = oracle_gradients(model, batches)[1]
     fs.apply_sac(model, "1/3")
-    options |= {"mp_policy": MixedPrecisionPolicy(), "master_dtype": torch.float64}
+    options |= {"mp_policy": FLOAT32, "master_dtype": torch.float64}
     fs.shard_model(model, mesh=fs.build_mesh(), **options)
     targets = fs.count_targets(mine)
     for i, batch in enumerate(mine):

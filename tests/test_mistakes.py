@@ -19,9 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import fsdp_sft as fs
 from fsdp_sft._ranks import agree
 from fsdp_sft.metrics.plot import _read
-from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 
 
 def _told(call: Callable[[], object]) -> list[str]:

@@ -15,11 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft.attention import hybrid
 from tests.harness.architectures import tiny_architecture
-from tests.harness.device import mesh_here
-from tests.harness.float64 import AllFloat64
-from tests.harness.models import full, largest_error
+from tests.harness.models import AllFloat64, full, largest_error
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 # Families whose rows are kept apart, and those that call what is not known.
 APART = [

@@ -12,8 +12,8 @@ from torch import nn
 import fsdp_sft as fs
 from tests.compositions.rows import VOCABULARY
 from tests.harness.models import TINY, tiny_model
-from tests.harness.packed_values import in_nf4, is_packed
 from tests.harness.quantised_folders import quantise
+from tests.harness.quantised_weights import in_nf4, is_packed
 
 EXTRA_TOKENS = 5
 GROWN = VOCABULARY + EXTRA_TOKENS

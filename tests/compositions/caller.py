@@ -2,19 +2,21 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.compositions import architectures, between, options
+from tests.compositions import architectures, options
 from tests.compositions.axes import Draw
 from tests.compositions.loop import Loop
 from tests.compositions.plain import Tensors, Trained
@@ -88,7 +90,7 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
         assert loaded.step == first - 1
         loop.load(loaded.train_state["loop"])
         for step in range(1, first):
-            between.change(draw, step, made, model, inner)
+            _change(draw, step, made, model, inner)
     _train(draw, folder, told, (model, inner, given, made), loop, held_out, first, last)
     told.trained.parameters = _tensors(inner, buffers=False)
     if draw["resume"] != "no":
@@ -122,20 +124,18 @@ def _train(
     pending = None
     for step, (epoch, window) in zip(range(first, last + 1), loop, strict=False):
         what = draw[f"before step {step}"]
-        between.change(draw, step, made, model, inner)
+        _change(draw, step, made, model, inner)
         if what == "evaluate":
             told.trained.evaluations.append(_evaluated(draw, model, held_out, loop))
         elif what.startswith("fail"):
-            between.fail(
-                what, model, inner, given, options.collated(draw, [held_out[loop.rank]]), step_options
-            )
+            _fail(what, model, inner, given, options.collated(draw, [held_out[loop.rank]]), step_options)
         elif what == "load" and pending is not None:
             pending.wait()
             assert fs.load_checkpoint(folder / "checkpoints", model=model, optimizer=given).step == step - 1
         told.epochs.append(epoch)
         told.windows.append([dict(batch) for batch in window] if loop.is_first else [])
         if is_odd and step == 2:
-            between.be_odd(
+            _be_odd(
                 draw, folder, parts, window, partial(_evaluated, draw, model, held_out, loop), step_options
             )
             continue
@@ -158,6 +158,76 @@ def _train(
         pending.wait()
     if draw["odd rank"] != "none":  # a rank that is a step behind is met in another call at the latest here
         _evaluated(draw, model, held_out, loop)
+
+
+# --- what the caller does between two steps that train, and one rank in the place of a step ----------------
+
+
+def _change(draw: Draw, step: int, made: list[Any], model: Any, inner: Any) -> None:
+    options.change(draw, step, made, inner)
+    if draw[f"before step {step}"] == "a hook on a block" and draw["loss"] != "loss_fn":
+        impl = draw["loss"] if draw["loss"] in ("chunked", "logits") else "auto"
+        fs.prepare_loss(model, impl=impl)  # type: ignore[arg-type]
+
+
+class PlantedError(Exception):
+    """Raised by the caller's own code."""
+
+
+def _fail(what: str, model: Any, inner: Any, given: Any, batch: Any, step_options: dict[str, Any]) -> None:
+    """A step in which the caller's own code raises, on every rank; what comes after it is compared."""
+
+    def bomb(module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if what == "fail in a forward":
+            raise PlantedError(what)
+        if what == "fail in a backward" and hidden.requires_grad:
+            hidden.register_hook(explode)
+
+    def explode(gradient: torch.Tensor) -> None:
+        raise PlantedError(what)
+
+    def failing(model: Any, batch: Any) -> torch.Tensor:
+        own_loss(model, batch)
+        raise PlantedError(what)
+
+    own_loss = step_options.get("loss_fn", fs.loss_sum)
+    handle = options.block_of(inner, -1).register_forward_hook(bomb)
+    if "loss" in what:
+        step_options = {**step_options, "loss_fn": failing}
+    with pytest.raises(PlantedError):
+        fs.train_step(model, [batch], given, **step_options)
+    handle.remove()
+
+
+def _be_odd(
+    draw: Draw,
+    folder: Path,
+    parts: tuple[Any, Any, Any, list[Any]],
+    window: list[Any],
+    evaluate: Callable[[], float],
+    step_options: dict[str, Any],
+) -> None:
+    """What one rank does where the others train."""
+    (model, inner, given, made), what = parts, draw["odd rank"]
+    if what == "leaves a step out":
+        return
+    if what == "evaluates":
+        evaluate()
+        return
+    if what == "saves":
+        fs.save_checkpoint(folder / "odd", 2, model=model, optimizer=given)
+        return
+    if what == "another rate":
+        made[0].param_groups[0]["lr"] = 0.5
+    if what == "another block frozen":
+        options.switch(options.block_of(inner, 1))
+    changed = {"another clip": {"max_grad_norm": 0.5}, "another loss": {"loss_fn": architectures.summed_loss}}
+    window = window[:-1] if what == "one batch less" else window
+    fs.train_step(model, window, given, **step_options | changed.get(what, {}))
+
+
+# --- what it is given --------------------------------------------------------------------------------------
 
 
 def _loss_options(draw: Draw) -> dict[str, Any]:
@@ -187,8 +257,7 @@ def _mesh(draw: Draw, first: int) -> Any:
 
 
 def _sharding(draw: Draw) -> dict[str, Any]:
-    dtypes = {"float32": torch.float32, "float16 with scaler": torch.float16}
-    dtype = dtypes.get(draw["precision"])
+    dtype = {"float32": torch.float32, "float16 with scaler": torch.float16}.get(draw["precision"])
     policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     manners: dict[str, dict[str, Any]] = {
         "kept after the forward": {"reshard_after_forward": False},

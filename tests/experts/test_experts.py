@@ -9,18 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft.experts import ExpertLoad
 from fsdp_sft.experts.counter import counter_of
 from tests.harness.architectures import class_names, quiet, tiny_architecture
-from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
-from tests.harness.models import VOCAB, full, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.models import FLOAT32, VOCAB, full, tiny_model
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
-FLOAT32 = MixedPrecisionPolicy()
 LENGTHS = [[[9, 3], [12, 1]], [[4, 7], [2, 10]], [[5], [8, 8]], [[11, 2], [6]]]
 
 
@@ -149,8 +146,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
     twin = copy.deepcopy(mixtral)
     assert counter_of(twin) is None
     assert fs.train_step(twin, [batch], torch.optim.SGD(twin.parameters(), lr=0.0)).expert_load is None
-    again = fs.train_step(mixtral, [batch], optimizer).expert_load
-    assert again == load
+    assert fs.train_step(mixtral, [batch], optimizer).expert_load == load
 
 
 @on_ranks(1)

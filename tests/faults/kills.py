@@ -109,8 +109,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     for name, tensor in tensors(model, optimizer):
         full = expected(name, tensor, step)
         if hasattr(tensor, "to_local"):
-            parts = full.chunk(dist.get_world_size())
-            tensor.to_local().copy_(parts[dist.get_rank()])
+            tensor.to_local().copy_(full.chunk(dist.get_world_size())[dist.get_rank()])
         else:
             tensor.copy_(full)
 

@@ -125,8 +125,7 @@ def changed(data: bytes, draw: random.Random) -> bytes:
                 raw = (number & (1 << 8 * width) - 1).to_bytes(width, "little")
                 data = data[:at] + raw + data[at + width :]
             case 4:
-                digits = [i for i in range(len(data)) if 48 <= data[i] <= 57]
-                at = draw.choice(digits or [at])
+                at = draw.choice([i for i in range(len(data)) if 48 <= data[i] <= 57] or [at])
                 text = draw.choice(("9" * 30, "-1", "1e999", "0", "4611686018427387904", "NaN", "null"))
                 data = data[:at] + text.encode() + data[at + 1 :]
             case 5:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from tests.faults import hostile, kills, mutated
-from tests.harness.device import mesh_here
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 from tests.harness.trained import assert_same, everything
 
 TIMES = int(os.environ.get("FAULTS", "1"))

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.models import full, tiny_model
+from tests.harness.models import FLOAT32, full, tiny_model
 
 
 def save_tiny(folder: Path, family: str = "llama", *, max_shard_size: str = "20KB", **overrides: Any) -> Path:
@@ -46,8 +45,7 @@ def plain(folder: Path, *, dtype: torch.dtype = torch.float32, **kwargs: Any) ->
     """The oracle: what plain transformers loads, unsharded."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
-    cls = getattr(transformers, config.architectures[0])
+    cls = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
     torch.manual_seed(0)  # for keys that are initialised
     return cls.from_pretrained(folder, dtype=dtype, **kwargs).train()
 
@@ -69,7 +67,7 @@ def loaded(
     """
     model = fs.build_meta_model(folder)
     if mesh_shape is not None:
-        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=MixedPrecisionPolicy(), **(shard or {}))
+        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32, **(shard or {}))
     model.load_report = fs.load_weights(model, folder, **options)
     return model
 

@@ -59,8 +59,7 @@ def serve(folder: Path) -> Iterator[tuple[str, list[str]]]:
             self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", downloads
     finally:

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import device_here
-from tests.harness.models import VOCAB
+from tests.harness.models import FLOAT32, VOCAB
 from tests.plain import gradients, mean_loss
 
 PACKED, PADDED, PLAIN = "packed", "padded", "plain"
@@ -60,7 +59,7 @@ def plain_gradients(
 
 def sharing_rows(model: Any, mesh: Any, **options: Any) -> Any:
     """The model on this rank's device, computing in its dtype, whose rows the ranks of ``cp`` share."""
-    exact = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": model.dtype, **options}
+    exact = {"mp_policy": FLOAT32, "master_dtype": model.dtype, **options}
     fs.shard_model(model.to(device_here()), mesh=mesh, **exact)
     fs.use_context_parallel(model, mesh=mesh)
     return model

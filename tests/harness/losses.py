@@ -5,16 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.models import (
-    VOCAB,
-    full,
-    tiny_model,
-)
+from tests.harness.models import FLOAT32, full, tiny_model
 
 
 def loss_of_logits(hidden, weight, labels, bias=None, softcap=None, scale=None) -> torch.Tensor:
@@ -54,40 +50,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
-    "gemma2": ("Gemma2", {"final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
-    "granite": ("Granite", {"logits_scaling": 4.0}),
-    "cohere": ("Cohere", {"logit_scale": 0.5}),
-}
-
-
-def family_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    import transformers
-
-    name, overrides = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **overrides,
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(5)
-    return model.to(dtype).train()
+HEADS = ("llama", "qwen3-tied", "gemma2", "granite", "cohere")  # families that differ in it
 
 
 def own_batches(batches: list[Any]) -> list[Any]:
@@ -99,11 +62,11 @@ def shard_by_heads(model: Any, *, own_group: bool = False, mesh_shape: Any = Non
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if own_group and head.weight is embedding.weight:  # one group of the two
         for modules in (*fs.find_blocks(model).values(), [embedding, head], model):
-            fully_shard(modules, mesh=mesh, mp_policy=options.get("mp_policy", MixedPrecisionPolicy()))
+            fully_shard(modules, mesh=mesh, mp_policy=options.get("mp_policy", FLOAT32))
         return model
     blocks = fs.find_blocks(model)
     blocks = {**blocks, "lm_head": head} if own_group else blocks
-    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": head.weight.dtype, **options}
+    options = {"mp_policy": FLOAT32, "master_dtype": head.weight.dtype, **options}
     return fs.shard_model(model, mesh=mesh, blocks=blocks, **options)
 
 

@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 import transformers as tf
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.overrides import TorchFunctionMode
 
 from tests.plain import gradients as oracle_gradients, mean_loss as oracle_loss  # noqa: F401  by these names
 
+FLOAT32 = MixedPrecisionPolicy()  # computes in the dtype of the parameters, where the default is bfloat16
 VOCAB = 101  # not divisible by any number of ranks used here
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -42,6 +45,20 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         "qwen2": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": False, **overrides}),
         "qwen2-tied": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": True, **overrides}),
         "qwen3": lambda: tf.Qwen3Config(**{**common, "head_dim": 8, **overrides}),
+        "qwen3-tied": lambda: tf.Qwen3Config(
+            **{**common, "head_dim": 8, "tie_word_embeddings": True, **overrides}
+        ),
+        "gemma2": lambda: tf.Gemma2Config(
+            **{
+                **common,
+                "head_dim": 8,
+                "final_logit_softcapping": 3.0,
+                "tie_word_embeddings": False,
+                **overrides,
+            }
+        ),
+        "granite": lambda: tf.GraniteConfig(**{**common, "logits_scaling": 4.0, **overrides}),
+        "cohere": lambda: tf.CohereConfig(**{**common, "logit_scale": 0.5, **overrides}),
         "gemma3": lambda: tf.Gemma3TextConfig(
             **{**common, "head_dim": 8, "sliding_window": 8, "layer_types": None, **overrides}
         ),
@@ -94,6 +111,10 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
         "qwen2": "Qwen2ForCausalLM",
         "qwen2-tied": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        "qwen3-tied": "Qwen3ForCausalLM",
+        "gemma2": "Gemma2ForCausalLM",
+        "granite": "GraniteForCausalLM",
+        "cohere": "CohereForCausalLM",
         "gemma3": "Gemma3ForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "gpt2": "GPT2LMHeadModel",
@@ -171,5 +192,22 @@ def largest_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     """Largest difference relative to the largest entry of all expected tensors."""
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     scale = max(float(tensor.abs().max()) for tensor in expected.values())
-    worst = max(float((actual[name] - expected[name]).abs().max()) for name in expected)
-    return worst / scale
+    return max(float((actual[name] - expected[name]).abs().max()) for name in expected) / scale
+
+
+class AllFloat64(TorchFunctionMode):
+    """While it is on, what would cast a float64 tensor to float32 leaves it as it is.
+
+    Norms, softmaxes and routers of transformers compute in float32 whatever the model's dtype, which leaves
+    differences of 1e-7 where two orders of the same sums are compared.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        wide = args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        if func is torch.Tensor.float:
+            return args[0].double()  # positions and frequencies too, which are multiplied by each other
+        if wide:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {name: torch.float64 if v is torch.float32 else v for name, v in kwargs.items()}
+        return func(*args, **kwargs)

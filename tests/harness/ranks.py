@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from tests.harness import device
+from tests.harness.device import device_here, device_type, mesh_here  # noqa: F401  for what ranks run
 from tests.harness.pool import Rank, give_back, group_of
 from tests.simulated.device import Simulated
 

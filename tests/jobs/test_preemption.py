@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 
 def _loop(root: str, number: int, victim: int) -> tuple[int, int, list[int]]:

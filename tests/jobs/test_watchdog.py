@@ -64,12 +64,20 @@ def _signalled(number: int) -> Callable[[fs.Watchdog, Path, bool], None]:
     return scene
 
 
-def _dies_apart(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
-    # The others wait where no broken connection wakes them, as under NCCL.
-    watchdog.step(3)
-    if is_victim:
-        _at(3, folder, lambda: os.kill(os.getpid(), signal.SIGKILL))(3)
-    time.sleep(60)
+def _apart(action: Callable[[], Any]) -> Callable[[fs.Watchdog, Path, bool], None]:
+    """The others wait where no broken connection wakes them, as under NCCL."""
+
+    def scene(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+        watchdog.step(3)
+        if is_victim:
+            _at(3, folder, action)(3)
+        time.sleep(60)
+
+    return scene
+
+
+def _raises() -> None:
+    raise ValueError("the data ends here")
 
 
 def _lockstep_for_ever(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
@@ -105,15 +113,6 @@ def _exchange(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
 
 
-def _raises_apart(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
-    # The others wait where no broken connection wakes them, as under NCCL.
-    watchdog.step(3)
-    if is_victim:
-        _at(3, folder, lambda: None)(3)
-        raise ValueError("the data ends here")
-    time.sleep(60)
-
-
 def _save(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     model = torch.nn.Linear(4, 4)
     watchdog.step(3)
@@ -142,11 +141,17 @@ def _healthy(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
 # name -> (function, ranks, victim, who hosts the store, what the report says of the victim)
 SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str, str]] = {
     "stop-host": (_signalled(signal.SIGSTOP), 2, 0, "rank 0", "stopped, was .* in step 3, phase train"),
-    "die-host": (_dies_apart, 2, 0, "rank 0", "dead, was .* in step 3, phase train"),
+    "die-host": (
+        _apart(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        2,
+        0,
+        "rank 0",
+        "dead, was .* in step 3, phase train",
+    ),
     "ahead-2": (_ahead, 2, 0, "rank 0", "waiting in all_reduce in step 5, phase train"),
     "save-3": (_save, 3, 2, "agent", "outside of a collective in step 3, phase save, .*test_watchdog"),
     "exchange-2": (_exchange, 2, 1, "agent", "outside of a collective in step 3, .*test_watchdog"),
-    "raise-2": (_raises_apart, 2, 1, "agent", r"failed with ValueError\('the data ends here'\) in step 3"),
+    "raise-2": (_apart(_raises), 2, 1, "agent", r"failed with ValueError\('the data ends here'\) in step 3"),
     # gloo wakes the others, who raise: the report comes in place of their exceptions. Rank 5 looks at its
     # neighbour, rank 0, and not at rank 4.
     "kill-6": (_signalled(signal.SIGKILL), 6, 4, "agent", "dead, was .*, phase (train|start)"),

@@ -1,30 +1,44 @@
-"""The loss of a model without logits against logits and cross entropy, alone and sharded."""
+"""The loss of a model without logits, and those of its tokens, against logits and cross entropy."""
 
+import copy
 import itertools
+import warnings
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
 
 import fsdp_sft as fs
+from fsdp_sft.loss.blocks import Products
 from fsdp_sft.loss.counting import counted_tokens, num_tokens
+from fsdp_sft.loss.linear import head_losses
+from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import (
-    FAMILIES,
-    family_model,
+    HEADS,
+    draw_head,
+    gradients_of,
+    leaves_of,
     own_batches,
     relative_error,
     shard_by_heads,
+    signed,
     window_gradients,
     with_loss,
 )
 from tests.harness.models import (
+    VOCAB,
+    AllFloat64,
     largest_error,
     oracle_gradients,
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
+from tests.plain import plain_token_losses
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
@@ -32,9 +46,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 def _check_families(dtype: torch.dtype) -> dict[str, float]:
     ranks = dist.get_world_size()
     errors = {}
-    for family, own_group in itertools.product(FAMILIES, (False, True)):
+    for family, own_group in itertools.product(HEADS, (False, True)):
         batches = ragged_batches(ranks)  # with several ranks, the last one has no target
-        model = family_model(family, dtype)
+        model = tiny_model(family, dtype=dtype)
         loss, expected = oracle_gradients(model, batches)
         shard_by_heads(model, own_group=own_group)
         assert fs.prepare_loss(model) == "chunked"
@@ -49,7 +63,7 @@ def _check_families(dtype: torch.dtype) -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_equal_logits_and_cross_entropy(ranks: int, dtype: torch.dtype) -> None:
     errors = run_distributed(_check_families, ranks, dtype, timeout=240)[0]
-    assert len(errors) == 2 * len(FAMILIES)
+    assert len(errors) == 2 * len(HEADS)
     print(f"{ranks} ranks, {dtype}: largest error {max(errors.values()):.1e} of {len(errors)} cases")
 
 
@@ -58,7 +72,7 @@ def test_gradients_equal_logits_and_cross_entropy(ranks: int, dtype: torch.dtype
 def test_gradients_of_a_frozen_part(frozen: str) -> None:
     for own_group, accumulate in itertools.product((False, True), ("all", "none", "reduce_scatter")):
         batches = ragged_batches(2 * dist.get_world_size())
-        model = family_model("granite", torch.float64)
+        model = tiny_model("granite", dtype=torch.float64)
         model.requires_grad_(frozen == "the head")
         model.lm_head.requires_grad_(frozen != "the head")
         _, expected = oracle_gradients(model, batches)
@@ -74,7 +88,7 @@ def test_mixed_precision_agrees_with_its_own_logits() -> None:
     batches = own_batches(ragged_batches(4))
     for own_group, dtype in itertools.product((False, True), (torch.bfloat16, torch.float16)):
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
-        model = shard_by_heads(family_model("gemma2"), own_group=own_group, mp_policy=policy)
+        model = shard_by_heads(tiny_model("gemma2"), own_group=own_group, mp_policy=policy)
         loss, _ = fs.loss_sum(with_loss(model, impl="chunked"), batches[0])
         assert loss.dtype == torch.float32
         assert float(loss.detach()) != float(loss.detach().to(dtype)), "the policy's output_dtype rounds it"
@@ -107,3 +121,156 @@ def test_tokens_are_what_a_mask_of_any_numbers_does_not_mark_as_padding() -> Non
     optimizer = torch.optim.SGD((model := tiny_model("llama")).parameters(), lr=0.0)
     result = fs.train_step(model, [{**batch, "attention_mask": (mask != 0).long()}], optimizer)
     assert result.num_tokens == 18
+
+
+# --- token_losses beside plain logits: values, gradients of weights of either sign, all heads --------------
+
+BATCHES = {kind: batch_of(rows_of([6, 15, 1, 9], seed=2), kind) for kind in (PACKED, PADDED)}
+Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _found(losses_of: Any, model: Any, batch: Any) -> Found:
+    """Losses of tokens, and the gradients of their sum by weights of either sign."""
+    values = losses_of(model, batch)
+    (values * signed(batch).to(values)).sum().backward()
+    return values.detach().cpu(), gradients_of(model)
+
+
+def _apart(found: Found, expected: Found) -> float:
+    """The largest relative error of losses and gradients; infinite if others are 0."""
+    (values, own), (others, gradients) = found, expected
+    if not torch.equal(values == 0, others == 0):
+        return float("inf")
+    return max(relative_error(values, others), largest_error(own, gradients))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("family", HEADS)
+def test_values_and_gradients_are_those_of_logits(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype=dtype)
+    close = 1e-12 if dtype == torch.float64 else 2e-6
+    with AllFloat64() if dtype == torch.float64 else nullcontext():
+        for trained in (True, False):
+            model.get_output_embeddings().requires_grad_(trained)
+            for batch in BATCHES.values():
+                expected = _found(plain_token_losses, model, batch)
+                for impl in ("chunked", "logits"):
+                    found = _found(fs.token_losses, with_loss(model, impl=impl), batch)
+                    assert found[0].dtype == dtype
+                    assert _apart(found, expected) <= close
+
+
+def test_shift_labels_and_batches_without_targets() -> None:
+    model, batch = tiny_model("llama"), ragged_batches(1)[0]
+    losses = fs.token_losses(model, batch)
+    shifted = {**batch, "shift_labels": F.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
+    assert torch.equal(fs.token_losses(model, shifted)[:, :-1], losses[:, 1:])
+    weighted = {**batch, "loss_weights": torch.rand(batch["labels"].shape)}
+    assert torch.equal(fs.token_losses(model, weighted), losses), "weights are the caller's to apply"
+    total = fs.token_losses(model, {**batch, "labels": torch.full_like(batch["labels"], -100)}).sum()
+    total.backward()
+    assert float(total) == 0
+    assert not any(gradient.any() for gradient in gradients_of(model).values())
+    with torch.no_grad():
+        assert not fs.token_losses(model, batch).requires_grad, "a reference model keeps nothing"
+
+
+def test_what_cannot_be_given_is_refused() -> None:
+    model, batch = tiny_model("llama"), ragged_batches(1)[0]
+    packed = {**BATCHES[PACKED], "attention_mask": torch.ones_like(BATCHES[PACKED]["input_ids"])}
+    for error, message, one, given in (
+        (fs.BatchError, "needs 'labels'", model, {"input_ids": batch["input_ids"]}),
+        (fs.BatchError, "must be aligned", model, {**batch, "labels": batch["labels"][:, 1:]}),
+        (fs.ModelLossError, "encoder-decoder", tiny_model("t5"), batch),
+        (ValueError, r"-100 or in \[0, 101\)", model, {**batch, "labels": batch["labels"] + 2 * VOCAB}),
+        (fs.PackingError, "position_ids", model, packed),
+    ):
+        with pytest.raises(error, match=message):
+            fs.token_losses(one, given)
+    losses = fs.token_losses(model, batch)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(losses.sum(), [*model.parameters()], create_graph=True)
+
+
+def test_a_second_backward_works_where_the_graph_is_kept() -> None:
+    model, batch = tiny_model("llama", dtype=torch.float64), ragged_batches(1)[0]
+    losses = fs.token_losses(model, batch)
+    losses.sum().backward(retain_graph=True)
+    once = gradients_of(model)
+    losses.sum().backward()
+    assert largest_error(gradients_of(model), once) == 0
+    model.lm_head.requires_grad_(False)  # then the gradient of the hidden states is given away
+    losses = fs.token_losses(model, batch)
+    losses.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward"):
+        losses.sum().backward()
+
+
+class _Gained(Products):
+    """Products as those of float16, whose slopes have to lie between its smallest and its largest number."""
+
+    gain = 2.0**15
+
+    def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
+        assert 1e-3 < float(slopes.abs().max()) <= 65504
+        return super().hidden_gradient(slopes)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1.0, 65536.0])
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: float) -> None:
+    monkeypatch.setattr("fsdp_sft.loss.blocks.products_for", _Gained)
+    hidden, weight, labels, bias = draw_head(torch.float64)
+    own = leaves_of(hidden, weight, bias) if trained else [*leaves_of(hidden), weight, bias]
+    logits = own[0] @ own[1].T + own[2]
+    weights = size * torch.randn(len(labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = F.cross_entropy(logits, labels, reduction="none") * weights
+    found, _ = head_losses(own[0], own[1], labels, bias=own[2], summed=False)
+    leaves = [leaf for leaf in own if leaf.requires_grad]
+    gradients = [torch.autograd.grad(one.sum(), leaves) for one in (found * weights, expected)]
+    assert max(map(relative_error, *gradients)) <= 1e-12
+
+
+@on_ranks(2)
+def test_a_sharded_head_is_gathered_for_both_passes() -> None:
+    kind = list(BATCHES)[dist.get_rank()]
+    batch = {name: value.to(device_here()) for name, value in BATCHES[kind].items()}
+    for family in HEADS:
+        plain = tiny_model(family, dtype=torch.float64)
+        with AllFloat64():
+            oracles = {one: _found(plain_token_losses, plain, own) for one, own in BATCHES.items()}
+            gradients = [found for _, found in oracles.values()]
+            mean = {name: sum(one[name] for one in gradients) / 2 for name in gradients[0]}
+            for own_group in (False, True):
+                model = shard_by_heads(copy.deepcopy(plain).to(device_here()), own_group=own_group)
+                with warnings.catch_warnings():  # of FSDP2, about an output that is a view
+                    warnings.filterwarnings("error", message=".*returned a view tensor")
+                    found = _found(fs.token_losses, model, batch)
+                assert _apart(found, (oracles[kind][0], mean)) <= 1e-12
+
+
+@on_ranks(2)
+def test_ranks_that_share_rows_get_the_values_of_whole_rows() -> None:
+    mesh = mesh_here(cp=2)
+    for name in ("qwen3", "mixtral"):
+        plain = tiny_model(name, dtype=torch.float64)
+        model = sharing_rows(copy.deepcopy(plain), mesh)
+        with AllFloat64():
+            for batch in BATCHES.values():
+                here = {key: value.to(device_here()) for key, value in batch.items()}
+                expected = _found(plain_token_losses, plain, batch)
+                for impl in ("auto", "logits"):
+                    # Each of the two ranks has computed the loss: it counts twice, and FSDP2 averages.
+                    assert (
+                        _apart(_found(fs.token_losses, with_loss(model, impl=impl), here), expected) <= 1e-12
+                    )
+
+
+def test_a_compiled_loss_and_compiled_blocks() -> None:
+    model, batch = tiny_model("llama", dtype=torch.float64), BATCHES[PADDED]
+    expected = _found(plain_token_losses, model, batch)
+    fs.prepare_loss(model)
+    compiled = torch.compile(fs.token_losses, backend="aot_eager")
+    assert torch.allclose(compiled(model, batch), expected[0], rtol=0, atol=1e-12)
+    fs.compile_blocks(model, backend="aot_eager")
+    assert _apart(_found(fs.token_losses, model, batch), expected) <= 1e-12

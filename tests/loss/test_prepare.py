@@ -12,17 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, tiny_architecture
-from tests.harness.device import mesh_here
 from tests.harness.losses import (
     ADAPTERS,
     ADDED,
     Largest,
     adapted_model,
-    family_model,
     own_batches,
     relative_error,
     shard_by_heads,
@@ -30,6 +27,7 @@ from tests.harness.losses import (
     with_loss,
 )
 from tests.harness.models import (
+    FLOAT32,
     VOCAB,
     full,
     largest_error,
@@ -38,15 +36,14 @@ from tests.harness.models import (
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 
 
 @on_ranks(2)
 def test_preparing_leaves_the_model_as_it_was() -> None:
     model = shard_by_heads(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1))
     model.transformer.h[0].eval()
-    batch = own_batches(ragged_batches(2))[0]
-    fs.loss_sum(with_loss(model, impl="logits"), batch)[0].backward()
+    fs.loss_sum(with_loss(model, impl="logits"), own_batches(ragged_batches(2))[0])[0].backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
     modes = [module.training for module in model.modules()]
@@ -120,7 +117,7 @@ def test_falls_back_with_a_reason(kind: str, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_soft_cap_shows_even_where_logits_are_small() -> None:
-    model = family_model("gemma2")
+    model = tiny_model("gemma2")
     with torch.no_grad():
         model.lm_head.weight.mul_(1e-3)
     assert fs.prepare_loss(model) == "chunked"
@@ -168,7 +165,7 @@ def test_the_wrong_models_and_names_are_refused() -> None:
 def test_training_goes_on_after_a_probe_that_failed() -> None:
     batches = ragged_batches(4)
     for own_group, place in itertools.product((False, True), ("block", "head")):
-        model = family_model("llama")
+        model = tiny_model("llama")
         _, expected = oracle_gradients(model, batches)
         shard_by_heads(model, own_group=own_group)
 
@@ -193,7 +190,7 @@ def test_training_goes_on_after_a_probe_that_failed() -> None:
 
 @on_ranks(2)
 def test_ranks_agree_on_a_fall_back() -> None:
-    model = shard_by_heads(family_model("llama"))
+    model = shard_by_heads(tiny_model("llama"))
     with pytest.raises(ValueError, match="ranks call with different arguments"):
         fs.prepare_loss(model, impl="logits" if dist.get_rank() else "auto")
     if dist.get_rank() == 1:
@@ -253,22 +250,28 @@ def _window(model: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tens
     return total, gradients
 
 
+@pytest.mark.parametrize("kind", [*ADAPTERS, *ADDED])
+def test_the_loss_of_a_head_with_adapters_is_that_of_its_logits(kind: str) -> None:
+    pytest.importorskip("peft")
+    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
+    torch.manual_seed(7)
+    expected, gradients = oracle_gradients(model, batches)
+    if kind in ADDED:
+        with pytest.raises(fs.ModelLossError, match=r"not a plain nn\.Linear: .*peft"):
+            fs.prepare_loss(model, impl="chunked")
+    assert fs.prepare_loss(model) == ("logits" if kind in ADDED else "chunked")
+    loss, own = _window(model, batches)
+    assert loss == pytest.approx(expected, rel=1e-9)
+    assert largest_error(own, gradients) <= 1e-9
+
+
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     pytest.importorskip("peft")
-    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
-    twin = copy.deepcopy(model)
-    torch.manual_seed(7)
-    expected = oracle_loss(twin, batches)
-    expected.backward()
-    gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-    assert fs.prepare_loss(model) == "chunked"
-    loss, fused = _window(model, batches)
-    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
-    assert largest_error(fused, gradients) <= 1e-9
+    model, batch = adapted_model(kind, torch.float64), ragged_batches(2)[0]
     with model.disable_adapter():
-        assert float(fs.loss_sum(with_loss(model, impl="chunked"), batches[0])[0].detach()) == pytest.approx(
-            float(fs.loss_sum(with_loss(model, impl="logits"), batches[0])[0].detach()), rel=1e-9
+        assert float(fs.loss_sum(with_loss(model, impl="chunked"), batch)[0].detach()) == pytest.approx(
+            float(fs.loss_sum(with_loss(model, impl="logits"), batch)[0].detach()), rel=1e-9
         )
     fs.prepare_loss(model)
     rows = torch.randint(3, VOCAB, (1, 1000), generator=torch.Generator().manual_seed(0))
@@ -278,30 +281,13 @@ def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     assert largest.numel < 1000 * VOCAB, "as large as the logits"
 
 
-@pytest.mark.parametrize("kind", ADDED)
-def test_lora_on_the_head_gets_full_logits(kind: str) -> None:
-    pytest.importorskip("peft")
-    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
-    with pytest.raises(fs.ModelLossError, match=r"not a plain nn\.Linear: .*peft"):
-        fs.prepare_loss(model, impl="chunked")
-    torch.manual_seed(7)
-    expected = oracle_loss(model, batches)
-    expected.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    assert fs.prepare_loss(model) == "logits"
-    loss, own = _window(model, batches)
-    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
-    assert largest_error(own, gradients) <= 1e-9
-
-
 def _check_sharded() -> None:
     batches = ragged_batches(2)
     mine = batches[dist.get_rank() :: dist.get_world_size()]
     for kind, impl in (("modules_to_save", "chunked"), ("lora", "logits")):
         model = adapted_model(kind)
         loss, expected = oracle_gradients(model, batches)
-        fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
         assert fs.prepare_loss(model) == impl, kind
         _, actual = _window(model, mine)
         error = largest_error(actual, expected)

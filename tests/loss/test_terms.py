@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.losses import with_loss
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
 ROWS, WIDTH, VOCABULARY = 37, 16, 300
@@ -144,8 +143,7 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
     batches = weighted_batches(6)[context.rank :: context.world_size]
     kept: dict[str, torch.Tensor] = {}
     model = tiny_model("llama", dtype=torch.float64).to(context.device)
-    exact = MixedPrecisionPolicy()
-    fs.shard_model(model, mesh=fs.build_mesh(), master_dtype=torch.float64, mp_policy=exact)
+    fs.shard_model(model, mesh=fs.build_mesh(), master_dtype=torch.float64, mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def keep(*_: Any) -> None:
@@ -178,8 +176,7 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
 @pytest.mark.parametrize("terms", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, float], ranks: int) -> None:
-    batches = weighted_batches(6)
-    loss, weight, gradients = expected_step(batches, **terms)
+    loss, weight, gradients = expected_step(weighted_batches(6), **terms)
     found = run_distributed(_step, ranks, loss_impl, terms)[0]
     assert found["loss"] == pytest.approx(loss, rel=1e-12)
     assert found["evaluated"] == pytest.approx(loss, rel=1e-12)

@@ -140,8 +140,7 @@ class TestModelFlops:
             flops = model_flops_per_token(config(), SEQ)
         assert flops > 0
         assert type(flops) is int
-        told = "the elementwise recurrence" in caplog.text
-        assert told == (scan is not None)
+        assert ("the elementwise recurrence" in caplog.text) == (scan is not None)
         assert scan is None or scan in caplog.text
 
     def test_no_causal_language_model(self):
@@ -206,8 +205,7 @@ class TestMemoryStats:
         before = memory_stats("cpu")
         if not reset_peak_memory("cpu"):
             pytest.skip("this system keeps one peak for the life of a process")
-        after = memory_stats("cpu")
-        assert after["peak_resident_bytes"] < before["peak_resident_bytes"]
+        assert memory_stats("cpu")["peak_resident_bytes"] < before["peak_resident_bytes"]
 
     def test_other_device(self):
         with pytest.raises(ValueError, match="meta"):

@@ -144,6 +144,6 @@ MISTAKES: list[Mistake] = [
         "step/update.py",
         "        keep_scale_on_host(scaler)",
         "        pass",
-        ("tests/step/test_optimizers.py",),
+        ("tests/step/test_update.py::test_gradients_on_the_host_are_divided_by_the_scale",),
     ),
 ]

@@ -73,14 +73,14 @@ MISTAKES = [
         "step/update.py",
         "    if len(stepped) < len(all_stepped):",
         "    if False:",
-        ("tests/step/test_optimizers.py",),
+        ("tests/step/test_update.py::test_what_would_step_otherwise_is_refused",),
     ),
     Mistake(
         "what was gathered under inference_mode is trained",
         "_compat/fsdp.py",
         'if getattr(held, "_unsharded_param", held.sharded_param).is_inference():',
         "if False:",
-        ("tests/step/test_fsdp2_methods.py",),
+        ("tests/step/test_between.py",),
     ),
     Mistake(
         "labels are the attention mask",
@@ -137,7 +137,7 @@ MISTAKES = [
         "loss/counting.py",
         "        targets, tokens, weight = sum_over_mesh(once, mesh)",
         "        targets, tokens, weight = (max(one, 1) * world_size() for one in own)",
-        ("tests/test_parity.py", "tests/test_step.py"),
+        ("tests/test_parity.py",),
     ),
     Mistake(
         "targets counted before the shift",

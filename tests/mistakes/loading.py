@@ -15,7 +15,7 @@ MISTAKES: list[Mistake] = [
         "_quantised/settings.py",
         "            yield from settings_in(value)\n",
         "            pass\n",
-        ("tests/quantised/test_refusals.py",),
+        ("tests/quantised/test_folders.py::test_a_part_of_a_config_says_it",),
     ),
     Mistake(
         "a load seeds the caller's generators",
@@ -120,21 +120,21 @@ MISTAKES: list[Mistake] = [
         "_compat/fsdp.py",
         "            if (held._module_info.module, held._module_info.param_name) in places\n",
         "",
-        ("tests/shard/test_kept.py",),
+        ("tests/shard/test_shard.py",),
     ),
     Mistake(
         "computed buffers in the master dtype under 16-bit compute",
         "shard/float32_modules.py",
         "is_buffer = not isinstance(tensor, nn.Parameter)",
         "is_buffer = False",
-        ("tests/shard/test_kept.py",),
+        ("tests/shard/test_shard.py",),
     ),
     Mistake(
         "what a class makes in float32 without listing it is computed in 16 bits",
         "shard/float32_modules.py",
         "if dtypes.get(name) == torch.float32 or _matches(name, patterns)",
         "if _matches(name, patterns)",
-        ("tests/shard/test_kept.py",),
+        ("tests/shard/test_shard.py",),
     ),
     Mistake(
         "compiled blocks run out of variants",

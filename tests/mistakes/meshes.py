@@ -3,7 +3,7 @@
 from tests.mistakes.mistake import Mistake
 
 PACKS = ("tests/sampling/packing/test_verify.py",)
-MESHES = ("tests/ranks/test_meshes.py",)
+MESHES = ("tests/ranks/test_distributed.py",)
 WRAPPERS = ("tests/model/test_wrappers.py",)
 HEADS = ("tests/loss/test_prepare.py",)
 MISTAKES: list[Mistake] = [
@@ -47,21 +47,21 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "skipped = has_infs or not math.isfinite(total_norm)",
         "skipped = False",
-        ("tests/step/test_optimizers.py",),
+        ("tests/step/test_update.py::test_an_inf_in_one_of_them_skips_all",),
     ),
     Mistake(
         "norms of several meshes added instead of squared",
         "step/update.py",
         "norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)",
         "norm = torch.stack(norms).sum()",
-        ("tests/step/test_meshes.py",),
+        ("tests/step/test_update.py::test_the_norm_over_several_meshes_is_that_of_the_whole",),
     ),
     Mistake(
         "millions of squares are added up one by one",
         "step/update.py",
         "shard.reshape(-1).split(_PIECE)",
         "(shard,)",
-        ("tests/step/test_meshes.py",),
+        ("tests/step/test_update.py::test_the_norm_of_many_elements_on_the_host_is_exact",),
     ),
     Mistake(
         "a pack on a model that nobody has verified is trained",

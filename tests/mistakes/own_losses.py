@@ -2,8 +2,8 @@
 
 from tests.mistakes.mistake import Mistake
 
-TOKENS = ("tests/loss/test_tokens.py",)
-STEPS = ("tests/step/test_losses_of_tokens.py",)
+TOKENS = ("tests/loss/test_loss.py",)
+STEPS = ("tests/step/test_own_loss.py",)
 
 MISTAKES = [
     Mistake(

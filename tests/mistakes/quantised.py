@@ -36,14 +36,14 @@ MISTAKES: list[Mistake] = [
         "_quantised/find.py",
         "    alone = [key for key in left if parts.search(key) or stored[key].entry.dtype in _SMALL]",
         "    alone: list[str] = []",
-        ("tests/quantised/test_refusals.py::test_each_is_named",),
+        ("tests/quantised/test_folders.py::test_each_is_named",),
     ),
     Mistake(
         "scales of a wrong layout are taken",
         "_quantised/tensors.py",
         "            if there in shapes:\n",
         "            if len(there) == len(wanted[-1]):\n",
-        ("tests/quantised/test_refusals.py::test_each_is_named",),
+        ("tests/quantised/test_folders.py::test_each_is_named",),
     ),
     Mistake(
         "NVFP4 of compressed-tensors multiplies by its number",
@@ -57,7 +57,7 @@ MISTAKES: list[Mistake] = [
         "_quantised/tensors.py",
         "        if name in self.packed or self.is_free(name):\n",
         "        if False:\n",
-        ("tests/quantised/test_refusals.py::test_each_is_named",),
+        ("tests/quantised/test_folders.py::test_each_is_named",),
     ),
     Mistake(
         "a model keeps the settings of its quantised checkpoint",

@@ -2,7 +2,7 @@
 
 from tests.mistakes.mistake import Mistake
 
-TRAINED = ("tests/step/test_trained.py",)
+TRAINED = ("tests/step/test_between.py",)
 
 MISTAKES: list[Mistake] = [
     Mistake(
@@ -10,21 +10,21 @@ MISTAKES: list[Mistake] = [
         "step/update.py",
         "    reshard(model)  # parameters that stay gathered",
         "    pass  # parameters that stay gathered",
-        ("tests/step/test_fsdp2_methods.py",),
+        ("tests/step/test_between.py",),
     ),
     Mistake(
         "an evaluation computes with what was gathered before the update",
         "step/evaluation.py",
         "    reshard(model)  # a forward before",
         "    pass  # a forward before",
-        ("tests/step/test_fsdp2_methods.py",),
+        ("tests/step/test_between.py",),
     ),
     Mistake(
         "gradients may be divided by any number",
         "_model/sharded.py",
         "    if others:\n",
         "    if False:\n",
-        ("tests/step/test_fsdp2_methods.py",),
+        ("tests/step/test_between.py",),
     ),
     Mistake(
         "a schedule at other rates than its optimizer is not said",
@@ -59,21 +59,21 @@ MISTAKES: list[Mistake] = [
         "step/checks.py",
         "    if whole and",
         "    if False and",
-        TRAINED,
+        ("tests/step/test_between.py::test_refused_on_all_ranks",),
     ),
     Mistake(
         "hooks on parameters that do not run are taken",
         "_model/sharded.py",
         "    if hooked:",
         "    if False:",
-        ("tests/step/test_fsdp2_methods.py",),
+        ("tests/step/test_between.py",),
     ),
     Mistake(
         "hooks on the gradients of a head that computes no logits see nothing",
         "loss/head.py",
         "return None if head is None or has_hooks(head) else head",
         "return head",
-        ("tests/step/test_fsdp2_methods.py",),
+        ("tests/step/test_between.py",),
     ),
     Mistake(
         "a loop of one's own takes a first pack that the model mixes",
@@ -101,7 +101,7 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "            forget_unscaled(scaler)",
         "            pass",
-        ("tests/step/test_optimizers.py",),
+        ("tests/step/test_update.py::test_the_scaler_goes_on_after",),
     ),
     Mistake(
         "an error that cannot be described is not sent",
@@ -129,7 +129,7 @@ MISTAKES: list[Mistake] = [
         "_compat/fsdp.py",
         "parameter.sharded_param.requires_grad_(_registered(group, parameter).requires_grad)",
         "pass",
-        TRAINED,
+        ("tests/step/test_between.py::test_what_is_frozen_while_it_is_gathered_stays_frozen",),
     ),
     Mistake(
         "the tokens of a mask that numbers documents are summed up",
@@ -143,14 +143,14 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         '"trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),',
         '"trained": (),',
-        TRAINED,
+        ("tests/step/test_between.py::test_refused_on_all_ranks",),
     ),
     Mistake(
         "ranks step with different options",
         "step/train.py",
         '        "optimizers": options_of(optimizers),\n',
         "",
-        TRAINED,
+        ("tests/step/test_between.py::test_refused_on_all_ranks",),
     ),
     Mistake(
         "a message for another call is taken for the answer",
@@ -185,14 +185,14 @@ MISTAKES: list[Mistake] = [
         "step/window.py",
         'else "keys" if len(keys) > 1 else ""',
         'else ""',
-        ("tests/step/test_keys.py",),
+        ("tests/step/test_batches.py::test_ranks_with_different_keys_are_refused_by_name",),
     ),
     Mistake(
         "a rank that has run out stands in with what it had last",
         "step/window.py",
         'any(one["keys"] not in keys for one in everyone)',
         "False",
-        ("tests/step/test_keys.py",),
+        ("tests/step/test_batches.py::test_a_rank_that_has_run_out_stands_in_with_the_keys_of_the_others",),
     ),
     Mistake(
         "a count of the caller's own left aside",
@@ -220,14 +220,14 @@ MISTAKES: list[Mistake] = [
         "loss/causal.py",
         "        inputs[ROUTER_FLAG] = False",
         "        pass",
-        ("tests/loss/test_balance.py",),
+        ("tests/loss/test_own.py",),
     ),
     Mistake(
         "a head gets the dtype that its shards have",
         "shard/units.py",
         "casts = replace(inner, cast_forward_inputs=policy.cast_forward_inputs)",
         "casts = inner",
-        ("tests/shard/test_kept.py",),
+        ("tests/shard/test_shard.py::test_a_head_that_is_asked_for_its_dtype_before_it_is_gathered",),
     ),
     Mistake(
         "weights that are broken have no names",
@@ -241,7 +241,7 @@ MISTAKES: list[Mistake] = [
         "loss/prepare.py",
         "if not isinstance(logits, torch.Tensor) or logits.shape[:2] != labels.shape:",
         "if True:",
-        ("tests/sac/test_decisions.py",),
+        ("tests/sac/test_ops.py",),
     ),
     Mistake(
         "a loss that cannot be compared is taken for the cross entropy",
@@ -262,7 +262,7 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "router = router * (batch.tokens / max(window.tokens, 1) * window.weight)",
         "router = router * (window.weight / len(window.micro_batches) / (mesh.size() if mesh else 1))",
-        ("tests/loss/test_balance.py",),
+        ("tests/loss/test_own.py",),
     ),
     Mistake(
         "a model's own loss not compared",
@@ -276,14 +276,14 @@ MISTAKES: list[Mistake] = [
         "step/checks.py",
         '(following if name == "labels" else own)',
         "own",
-        ("tests/step/test_labels.py",),
+        ("tests/step/test_batches.py::test_recognised_mistakes_are_errors",),
     ),
     Mistake(
         "one verdict on labels for each micro-batch alone",
         "step/checks.py",
         "    if telling < _FEWEST or",
         "    if telling / max(len(batches), 1) < _FEWEST or",
-        ("tests/step/test_labels.py",),
+        ("tests/step/test_batches.py::test_recognised_mistakes_are_errors",),
     ),
     Mistake(
         "a pack with a mask is let through where the loss is the caller's",
@@ -311,21 +311,21 @@ MISTAKES: list[Mistake] = [
         "loss/counting.py",
         "    return None if filler is None else ~filler\n",
         "    return None\n",
-        ("tests/loss/test_balance.py::test_what_fills_a_pack_up_is_no_token",),
+        ("tests/loss/test_own.py::test_what_fills_a_pack_up_is_no_token",),
     ),
     Mistake(
         "a rank clips its gradients as others do not",
         "step/window.py",
         'different = "options" if len(options) > 1 else',
         "different =",
-        ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
+        ("tests/step/test_batches.py::test_ranks_with_different_options_are_refused",),
     ),
     Mistake(
         "a recomputed router chooses anew",
         "sac/decisions.py",
         "        if not is_decision(func, args):\n            return func(*args, **kwargs)\n        op,",
         "        if True:\n            return func(*args, **kwargs)\n        op,",
-        ("tests/sac/test_decisions.py::test_a_recomputed_router_decides_as_before",),
+        ("tests/sac/test_ops.py::test_a_recomputed_router_decides_as_before",),
     ),
     Mistake(
         "what recomputes a block counts its experts' tokens again",
@@ -374,6 +374,6 @@ MISTAKES: list[Mistake] = [
         "loss/counting.py",
         "    if not is_usual or labels.ndim != 2 or labels.shape != beside.shape:\n",
         "    if labels.shape != beside.shape or not is_usual or labels.ndim != 2:\n",
-        ("tests/test_step.py::test_bad_windows_raise_on_all_ranks",),
+        ("tests/test_parity.py::test_bad_windows_raise_on_all_ranks",),
     ),
 ]

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 import transformers as tf
 from safetensors.torch import load_file
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests import plain as plainly
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, save_tiny
-from tests.harness.models import TINY, full, largest_error, oracle_loss, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, TINY, full, largest_error, oracle_loss, ragged_batches, tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything, spread
 
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 NUM_STEPS = 4
 LEARNING_RATE = 1e-2
-PLAIN = MixedPrecisionPolicy()
 
 
 def _config(**overrides: Any) -> Any:
@@ -63,7 +61,7 @@ def _train(
 
 
 def _sharded(model: Any) -> Any:
-    return fs.shard_model(model, mesh=mesh_here(), master_dtype=torch.float64, mp_policy=PLAIN)
+    return fs.shard_model(model, mesh=mesh_here(), master_dtype=torch.float64, mp_policy=FLOAT32)
 
 
 def _assert_equals_oracle(model: Any, losses: list[float], oracle: Any, expected: list[float]) -> None:
@@ -125,7 +123,7 @@ def _answers(folder: str) -> None:
             )
     model = copy.deepcopy(plain)
     fs.apply_sac(model, "1/3")
-    fs.shard_model(model.to(device_here()), mesh=mesh_here(), mp_policy=PLAIN)
+    fs.shard_model(model.to(device_here()), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = _optimizer(model)
     batches = ragged_batches(4)
     before = fs.train_step(model, batches, optimizer).loss
@@ -312,7 +310,7 @@ def _check_experts(folder: Path, every: bool) -> tuple[float, dict[str, torch.Te
         peft_config=_lora_of_experts(every),
         adapter_seed=3,
         frozen_dtype=torch.float32,
-        mp_policy=MixedPrecisionPolicy(),
+        mp_policy=FLOAT32,
         sac_ratio="1/2",
     )
     assert_same(everything(model), everything(_oracle_of_experts(folder / "base", every)))

@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
 from fsdp_sft._model.forward import check_ids, no_cache, rows_of as rows_known
 from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, batch_of, plain_gradients, rows_of
-from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.multimodal import CONFIGS, tiny
 from tests.harness.ranks import on_ranks, run_distributed
 
@@ -61,7 +60,7 @@ def test_packs_train_as_rows_alone(family: str, cp: int) -> None:
     oracle = copy.deepcopy(model)
     fs.freeze_towers(model)
     mesh = mesh_here(cp=cp)
-    model = fs.shard_model(model.to(device_here()), mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    model = fs.shard_model(model.to(device_here()), mesh=mesh, mp_policy=FLOAT32)
     if cp > 1:
         fs.use_context_parallel(model, mesh=mesh)
     rows = [rows_of(LENGTHS, seed=seed) for seed in range(dist.get_world_size() // cp)]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_sft as fs
@@ -21,10 +21,9 @@ from fsdp_sft._tensors.boxes import Box, box_at, cuts_of, whole
 from fsdp_sft.optimizer import adamw
 from fsdp_sft.optimizer.adamw import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 from tests.harness.composed import composed
-from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, device_type, mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same
 
 BF16 = torch.bfloat16
@@ -42,6 +41,12 @@ def _gradients(parameters: Any, step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def _steps(optimizer: Any, parameters: Any, *steps: int) -> None:
+    for step in steps:
+        _gradients(parameters, step)
+        optimizer.step()
 
 
 def _neighbours(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +119,7 @@ def test_rounding_depends_on_seed_step_and_place_alone() -> None:
     first = run(3)
     before = torch.get_rng_state()
     (other,) = _parameters([(9, 9)], [BF16])
-    _gradients([other], 0)
-    fs.StochasticAdamW([other]).step()
+    _steps(fs.StochasticAdamW([other]), [other], 0)
     assert torch.equal(torch.get_rng_state(), before), "no generator moves"
     assert all(map(torch.equal, first, run(3, extra=True)))
     assert not torch.equal(first[0], first[1]), "another place in the optimizer"
@@ -133,9 +137,7 @@ def test_a_layout_and_parts_do_not_matter(how: str, dtype: torch.dtype, monkeypa
         elif is_other:
             own[0] = nn.Parameter(own[0].detach().t().contiguous().t())
         optimizer = fs.StochasticAdamW(own, lr=1e-2)
-        for step in range(3):
-            _gradients(own, step)
-            optimizer.step()
+        _steps(optimizer, own, 0, 1, 2)
         results.append([*own, *(optimizer.state[p]["exp_avg_sq"] for p in own)])
     assert all(map(torch.equal, *results))
 
@@ -144,17 +146,13 @@ def test_a_state_dict_goes_on_as_the_original() -> None:
     for state_dtype in (None, torch.float32, BF16):
         own = _parameters([(20, 10), (6,)], [BF16, torch.float32])
         optimizer = fs.StochasticAdamW(own, lr=torch.tensor(1e-2), seed=7, state_dtype=state_dtype)
-        for step in range(2):
-            _gradients(own, step)
-            optimizer.step()
+        _steps(optimizer, own, 0, 1)
         kept = copy.deepcopy((own, optimizer.state_dict()))
-        _gradients(own, 2)
-        optimizer.step()
+        _steps(optimizer, own, 2)
         others, state = kept
         loaded = fs.StochasticAdamW(others, lr=1.0)
         loaded.load_state_dict(state)
-        _gradients(others, 2)
-        loaded.step()
+        _steps(loaded, others, 2)
         assert all(map(torch.equal, others, own))
         for a, b in zip(others, own, strict=True):
             assert_same(loaded.state[a], optimizer.state[b])
@@ -163,8 +161,7 @@ def test_a_state_dict_goes_on_as_the_original() -> None:
 def test_the_state_of_torchs_adamw_is_taken() -> None:
     own = _parameters([(20, 10)], [torch.float32])
     theirs = torch.optim.AdamW(own, lr=1e-2)
-    _gradients(own, 0)
-    theirs.step()
+    _steps(theirs, own, 0)
     ours = fs.StochasticAdamW(own, lr=1.0, seed=3)
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == 1e-2
@@ -196,9 +193,8 @@ def test_other_dtypes_are_refused_once_they_are_stepped(dtype: torch.dtype) -> N
     frozen = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
     codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     (trained,) = _parameters([(3,)], [BF16])
-    _gradients([trained], 0)
     optimizer = fs.StochasticAdamW([frozen, codes, trained])
-    optimizer.step()
+    _steps(optimizer, [trained], 0)
     assert list(optimizer.state) == [trained]
     frozen.requires_grad_(True)
     frozen.grad = torch.zeros_like(frozen)
@@ -213,12 +209,10 @@ SHAPES = [(16, 6), (7, 10), (1, 5), (3,), (12, 4, 2)]
 DTYPES = [BF16, BF16, BF16, BF16, torch.float32]
 
 
-def _of_parts(mesh_shape: dict[str, int], dim: int, offload: bool = False) -> list[torch.Tensor]:
+def _of_parts(mesh_shape: dict[str, int], dim: int) -> list[torch.Tensor]:
     """The same gradients, cut: parameters after three steps, whole."""
     mesh = mesh_here(**mesh_shape)
     wholes = [p.detach().to(device_here()) for p in _parameters(SHAPES, DTYPES)]
-    from torch.distributed.tensor import Replicate
-
     before = [Replicate()] * (mesh.ndim - 1)
     cuts = [Shard(min(dim, w.ndim - 1)) for w in wholes]
     own = [
@@ -228,8 +222,7 @@ def _of_parts(mesh_shape: dict[str, int], dim: int, offload: bool = False) -> li
     for step in range(3):
         _gradients(wholes_with_grad := [nn.Parameter(w.cpu()) for w in wholes], step)
         for parameter, cut, plain in zip(own, cuts, wholes_with_grad, strict=True):
-            gradient = plain.grad.to(device_here())
-            parameter.grad = distribute_tensor(gradient, mesh, [*before, cut])
+            parameter.grad = distribute_tensor(plain.grad.to(device_here()), mesh, [*before, cut])
         optimizer.step()
     states = [optimizer.state[p][name] for p in own for name in ("exp_avg", "exp_avg_sq")]
     assert all(
@@ -242,9 +235,7 @@ def _of_parts(mesh_shape: dict[str, int], dim: int, offload: bool = False) -> li
 def test_the_result_does_not_depend_on_how_a_parameter_is_cut() -> None:
     own = _parameters(SHAPES, DTYPES)
     optimizer = fs.StochasticAdamW(own, lr=1e-2, seed=5)
-    for step in range(3):
-        _gradients(own, step)
-        optimizer.step()
+    _steps(optimizer, own, 0, 1, 2)
     expected = [*own, *(optimizer.state[p][name] for p in own for name in ("exp_avg", "exp_avg_sq"))]
     for ranks, mesh, dim in (
         (2, {}, 0),
@@ -277,8 +268,7 @@ def _own(model: Any, optimizer: Any) -> list[torch.Tensor]:
 
 
 def _save_and_go_on(root: Path, mesh_shape: dict[str, int], offload: bool) -> list[torch.Tensor]:
-    context = fs.init_distributed(device_type=device_type())
-    del context
+    fs.init_distributed(device_type=device_type())
     mesh = mesh_here(**mesh_shape)
     options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
     model, optimizer, scheduler = _model(root, mesh, **options)
@@ -408,8 +398,6 @@ def test_keys_differ_by_number_and_order() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (4, 6, 10), (2, 3, 4, 5), ()])
 def test_numbers_are_those_of_the_whole_tensor(shape: tuple[int, ...]) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     numbers = torch.arange(math.prod(shape)).view(shape)
     cuts = [[Replicate(), Replicate()]] + [[Replicate(), Shard(d)] for d in range(len(shape))]
     cuts += [[Shard(a), Shard(b)] for a in range(len(shape)) for b in range(len(shape))]

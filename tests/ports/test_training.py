@@ -11,15 +11,114 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, get_scheduler
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    default_data_collator,
+    get_cosine_schedule_with_warmup,
+    get_scheduler,
+)
 
 import fsdp_sft as fs
 from tests import plain
 from tests.harness.places import EXAMPLES, script
 from tests.harness.ranks import run_distributed
-from tests.plain import step
-from tests.ports import originals
-from tests.ports.originals import SAVED, STEPS, Batch, Scaled, Window, all_rows
+
+# --- loops of prime-rl and verl in torch alone: losses and schedules ---------------------------------------
+
+# Only which rows a step has is taken from the port. The oracle gets them without packing, padding or nesting,
+# each row in a forward of its own, and scales, clips and schedules as the original does.
+NUM_ROWS, STEPS, SAVED = 40, 10, 6  # the checkpoint is in the middle of the second of two epochs
+
+
+class Row(NamedTuple):
+    """Tokens of a row, and the places of those that are trained."""
+
+    ids: tuple[int, ...]
+    scored: tuple[int, ...]
+
+
+Batch = list[Row]
+Window = list[list[Batch]]  # a step's batches, of each rank
+
+
+# Rows of the ports' batches
+
+
+def of_pack(batch: Any) -> Batch:
+    """Of prime-rl's packs, which have shifted targets; the filler has none."""
+    ids, targets, mask, positions = (
+        batch[name][0].tolist() for name in ("input_ids", "target_ids", "loss_mask", "position_ids")
+    )
+    starts = [i for i, position in enumerate(positions) if position == 0]
+    rows = []
+    for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        scored = tuple(i + 1 for i in range(end - start) if mask[start + i])
+        if scored:
+            rows.append(Row((*ids[start:end], targets[end - 1]), scored))
+    return rows
+
+
+def of_nested(batch: Any) -> Batch:
+    pairs = zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True)
+    return [Row(tuple(ids.tolist()), tuple(mask.nonzero()[:, 0].tolist())) for ids, mask in pairs]
+
+
+# The originals' losses: each yields what a micro-batch's backward is called on and what it adds to the log
+
+Scaled = Iterator[tuple[torch.Tensor, float]]
+
+
+def scored(model: nn.Module, row: Row) -> torch.Tensor:
+    """Log-probabilities of the trained tokens of a row."""
+    ids, places = torch.tensor(row.ids), torch.tensor(row.scored)
+    log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    return log_probs[places - 1].gather(-1, ids[places, None])[:, 0]
+
+
+def prime_rl(model: nn.Module, window: Window) -> Scaled:
+    """Sums over the number of micro-batches, averaged over ranks; then all gradients by one factor."""
+    count, micro_batches = sum(len(row.scored) for row in all_rows(window)), len(window[0])
+    for batch in batches_of(window):
+        total = torch.stack([-scored(model, row).sum() for row in batch]).sum()
+        yield total / micro_batches / len(window), float(total.detach()) / count
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(len(window) * micro_batches / count)
+
+
+def verl(model: nn.Module, window: Window) -> Scaled:
+    """The tokens of a batch one after the other; ids and mask are rolled over the borders of its rows."""
+    tokens = sum(len(row.scored) for row in all_rows(window))
+    for batch in batches_of(window):
+        logits = torch.cat([model(torch.tensor([row.ids])).logits[0] for row in batch])
+        ids = torch.tensor([i for row in batch for i in row.ids])
+        mask = torch.tensor([float(i in row.scored) for row in batch for i in range(len(row.ids))])
+        log_probs = logits.log_softmax(-1).gather(-1, ids.roll(-1)[:, None])[:, 0]
+        loss = -(log_probs * mask.roll(-1)).sum() / tokens * len(window)
+        yield loss / len(window), float(loss.detach()) / len(window)
+
+
+def batches_of(window: Window) -> list[Batch]:
+    return [batch for rank in window for batch in rank]
+
+
+def all_rows(window: Window) -> list[Row]:
+    return [row for batch in batches_of(window) for row in batch]
+
+
+# The originals' schedules
+
+
+def warmup(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-8, total_iters=3)
+
+
+def cosine(optimizer: Any) -> Any:
+    return get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
+
+
+# --- a port beside its original ----------------------------------------------------------------------------
 
 
 class Port(NamedTuple):
@@ -37,18 +136,18 @@ PRIME_RL = Port(
     "prime_rl_sft",
     f"--seq-len 64 --batch-size 4 --max-steps {STEPS} --lr 1e-3 --warmup-steps 3 --ckpt-interval {SAVED} "
     f"--val-interval {STEPS}",
-    originals.of_pack,
-    originals.prime_rl,
-    originals.warmup,
+    of_pack,
+    prime_rl,
+    warmup,
     "val_loss",
 )
 VERL = Port(
     "verl_sft",
     "--train-batch-size 8 --micro-batch-size-per-gpu 2 --total-epochs 2 --lr 1e-3 "
     f"--lr-warmup-steps-ratio 0.2 --save-freq {SAVED}",
-    originals.of_nested,
-    originals.verl,
-    originals.cosine,
+    of_nested,
+    verl,
+    cosine,
     "val/loss",
 )
 
@@ -57,9 +156,7 @@ VERL = Port(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and chats."""
     folder = tmp_path_factory.mktemp("ports")
-    rows = [
-        (f"What is {i} and {i}?", f"It is {2 * i}" + " indeed" * (i % 5)) for i in range(originals.NUM_ROWS)
-    ]
+    rows = [(f"What is {i} and {i}?", f"It is {2 * i}" + " indeed" * (i % 5)) for i in range(NUM_ROWS)]
     script("tiny_model", EXAMPLES).make_tiny_model(folder / "model", [text for row in rows for text in row])
     chats = [
         {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
@@ -108,7 +205,7 @@ def _train_original(
                 shares.append(share)
                 yield loss
 
-        _, norm = step(model, losses(), [optimizer], max_norm=1.0)
+        _, norm = plain.step(model, losses(), [optimizer], max_norm=1.0)
         steps.append((sum(shares), norm))
         scheduler.step()
     return model, steps

@@ -5,6 +5,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,56 @@ def _boxes(shape: tuple[int, ...], count: int) -> list[Box]:
     return boxes
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_any_box(name: str, tmp_path: Path) -> None:
-    random.seed(name)
+def _stacked(make: Callable[[int, int], Written], count: int, rows: int, columns: int) -> Written:
+    """Experts of one tensor in FP8, whose blocks begin anew with each expert."""
+    each = [make(rows, columns) for _ in range(count)]
+    weights = torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each])
+    scales = torch.stack([one.tensors[".weight_scale_inv"] for one in each])
+    tensors = {"": weights.view(torch.float8_e4m3fn), "_scale_inv": scales}
+    return Written(tensors, torch.stack([one.values for one in each]), each[0].settings)
+
+
+def _one_scale(*shape: int) -> Written:
+    """Experts of one tensor with one scale each."""
+    made = _stacked(fp8_tensor, 3, 24, 32)
+    made.tensors["_scale_inv"] = made.tensors["_scale_inv"].view(shape)
+    return made
+
+
+# What is written, and under which name.
+MADE: dict[str, tuple[Callable[[], Written], str]] = {
+    **{
+        f"{name}, {rows} x {columns}": (partial(FORMATS[name], rows, columns), "m")
+        for name in FORMATS
+        for rows, columns in SIZES
+    },
+    # Sizes that nothing divides.
+    "int4 by channel, 33 x 72": (lambda: int4(33, 72, None), "m"),
+    "int4 with a partial group, 33 x 72": (lambda: int4(33, 72, 32), "m"),
+    "nf4 of an odd number, 33 x 7": (lambda: nf4(33, 7, nested=True), "m"),
+    "nf4 in blocks of 128, 3 x 1001": (lambda: nf4(3, 1001, nested=False, block=128), "m"),
+    # Mixtures.
+    "experts of gpt-oss": (lambda: mxfp4_experts(3, 64, 40), "m.experts.down_proj"),
+    "experts of 160 rows": (lambda: _stacked(fp8_block, 3, 160, 192), "experts.gate_up_proj"),
+    "experts of 128 rows": (lambda: _stacked(fp8_block, 3, 128, 192), "experts.gate_up_proj"),
+    "experts of 40 rows": (lambda: _stacked(fp8_block, 3, 40, 192), "experts.gate_up_proj"),
+    "a scale for each expert": (lambda: _one_scale(3), "experts.down_proj"),
+    "a scale for each expert, as a matrix": (lambda: _one_scale(3, 1, 1), "experts.down_proj"),
+}
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_any_box(case: str, tmp_path: Path) -> None:
+    random.seed(case)
     torch.manual_seed(0)
-    for rows, columns in SIZES:
-        made = FORMATS[name](rows, columns)
-        (source,) = opened(tmp_path, made).values()
-        assert source.entry.shape == (rows, columns)
-        for box in _boxes((rows, columns), 10):
-            for at_once in (1 << 20, 5000) if box.numel < 10_000 else (1 << 20,):
-                out, _ = read(source, box, at_once)
-                assert torch.equal(out, made.values[box.slices]), (box, at_once)
+    make, name = MADE[case]
+    made = make()
+    (source,) = opened(tmp_path, made, name).values()
+    assert source.entry.shape == made.values.shape
+    for box in _boxes(made.values.shape, 10):
+        for at_once in (1 << 20, 5000, 100) if box.numel < 10_000 else (1 << 20,):
+            out, _ = read(source, box, at_once)
+            assert torch.equal(out, made.values[box.slices]), (box, at_once)
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "int4", "nf4 nested"])
@@ -55,34 +94,6 @@ def test_boxes_of_single_values(name: str, tmp_path: Path) -> None:
     made = FORMATS[name](24, 64)
     (source,) = opened(tmp_path, made).values()
     assert torch.equal(read(source, whole((24, 64)), at_once=1)[0], made.values)
-
-
-def test_experts_of_gpt_oss(tmp_path: Path) -> None:
-    random.seed(0)
-    torch.manual_seed(0)
-    made = mxfp4_experts(3, 64, 40)
-    (source,) = opened(tmp_path, made, "m.experts.down_proj").values()
-    assert (source.entry.shape, source.entry.dtype) == ((3, 64, 40), torch.bfloat16)
-    for box in _boxes((3, 64, 40), 20):
-        for at_once in (1 << 20, 100):
-            assert torch.equal(read(source, box, at_once)[0], made.values[box.slices]), box
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        int4(33, 72, None),
-        int4(33, 72, 32),
-        nf4(33, 7, nested=True),
-        nf4(3, 1001, nested=False, block=128),
-    ],
-    ids=["channel", "a partial group", "an odd number", "blocks of 128"],
-)
-def test_sizes_that_nothing_divides(made: Written, tmp_path: Path) -> None:
-    random.seed(0)
-    (source,) = opened(tmp_path, made).values()
-    for box in _boxes(tuple(made.values.shape), 10):
-        assert torch.equal(read(source, box)[0], made.values[box.slices]), box
 
 
 @pytest.mark.parametrize("name", ["fp8 block", "mxfp4", "int4", "nf4 nested"])
@@ -146,40 +157,6 @@ def test_an_exponent_of_255_is_no_number(tmp_path: Path) -> None:
     assert out.isnan().sum() == 32
 
 
-# --- mixtures ----------------------------------------------------------------------------------------------
-
-
-def _stacked(make: Callable[[int, int], Written], count: int, rows: int, columns: int) -> Written:
-    """Experts of one tensor in FP8, whose blocks begin anew with each expert."""
-    each = [make(rows, columns) for _ in range(count)]
-    weights = torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each])
-    scales = torch.stack([one.tensors[".weight_scale_inv"] for one in each])
-    tensors = {"": weights.view(torch.float8_e4m3fn), "_scale_inv": scales}
-    return Written(tensors, torch.stack([one.values for one in each]), each[0].settings)
-
-
-@pytest.mark.parametrize("rows", [160, 128, 40])
-def test_experts_of_one_tensor(rows: int, tmp_path: Path) -> None:
-    made = _stacked(fp8_block, 3, rows, 192)
-    (source,) = opened(tmp_path, made, "experts.gate_up_proj").values()
-    assert source.entry.shape == (3, rows, 192)
-    for box in (
-        whole((3, rows, 192)),
-        Box((1, rows // 2, 0), (2, rows // 2, 192)),
-        Box((0, 3, 70), (3, 20, 90)),
-    ):
-        for at_once in (1 << 20, 3000):
-            assert torch.equal(read(source, box, at_once)[0], made.values[box.slices]), box
-
-
-@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)])
-def test_one_scale_for_each_expert(shape: tuple[int, ...], tmp_path: Path) -> None:
-    made = _stacked(fp8_tensor, 3, 24, 32)
-    made.tensors["_scale_inv"] = made.tensors["_scale_inv"].view(shape)
-    (source,) = opened(tmp_path, made, "experts.down_proj").values()
-    assert torch.equal(read(source, whole((3, 24, 32)))[0], made.values)
-
-
 # --- what the formats' own packages packed and dequantised; benchmarks/checks/golden.py ----------------
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.safetensors"))
@@ -225,8 +202,7 @@ def test_the_config_says_how_rows_are_stored(name: str, tmp_path: Path) -> None:
     unsaid = "e8m0" in name or "uint8" in name or name == "fp8 block, compressed-tensors"
     if not unsaid:
         assert form.row_bytes == pytest.approx(expected.row_bytes, rel=0.01)
-    own = torch.zeros(2, form.row_bytes, dtype=torch.uint8)
-    form.values_into(own, torch.empty(2, WIDTH))
+    form.values_into(torch.zeros(2, form.row_bytes, dtype=torch.uint8), torch.empty(2, WIDTH))
 
 
 @pytest.mark.parametrize(

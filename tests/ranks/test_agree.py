@@ -15,9 +15,8 @@ import fsdp_sft as fs
 from fsdp_sft import errors
 from fsdp_sft._ranks import agree
 from fsdp_sft.errors import LostRankError
-from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
-from tests.harness.ranks import RankFailedError, on_ranks, run_distributed
+from tests.harness.ranks import RankFailedError, mesh_here, on_ranks, run_distributed
 
 
 class _Picky(Exception):

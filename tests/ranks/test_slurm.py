@@ -1,27 +1,285 @@
-"""A real Slurm of two nodes: equal losses, and whatever ends a job early in mid-training."""
+"""A real Slurm of two nodes: equal losses, and whatever ends a job early in mid-training.
 
+Its controller, two node daemons and munge run on this one machine, all on loopback. Everything it writes lies
+in one temporary folder, on ports that were free: a Slurm that the machine may have is left alone. Nodes are
+called n1 and n2, which resolve to nothing.
+"""
+
+import contextlib
 import importlib.util
 import os
 import re
+import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness import launches
-from tests.harness.places import EXAMPLES
-from tests.harness.slurm_cluster import SlurmCluster, TrainingJob, slurm_cluster
+from tests.harness.places import EXAMPLES, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS = 40
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")  # Debian's and Ubuntu's names
+PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue", "munged", "munge")
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
+
+CONFIGURATION = """
+ClusterName=two
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=60
+JobRequeue=1
+MinJobAge=3600
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool.%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4 State=UNKNOWN
+PartitionName=p Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+
+
+class SlurmCluster:
+    """A running cluster.
+
+    Attributes:
+        env: Environment in which its commands find it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        outside = {k: v for k, v in launches.environment().items() if not k.startswith(("SBATCH_", "SRUN_"))}
+        self.env = {**outside, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self) -> None:
+        folder, host = self.folder, socket.gethostname().split(".")[0]
+        user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+        text = CONFIGURATION.format(folder=folder, host=host, user=user, ports=_free_ports())
+        (folder / "slurm.conf").write_text(text.lstrip())
+        (folder / "state").mkdir()
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o400)
+        files = {name: f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")}
+        # --force: munged else wants its files in folders that only a system user writes to.
+        self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files.values())
+        self.until(lambda: (folder / "munge.socket").exists(), 20, "munged does not start")
+        self._daemon("slurmctld", "-D", "-i")
+        for node in ("n1", "n2"):
+            self._daemon("slurmd", "-D", "-N", node)
+        self.until(
+            lambda: self.call("sinfo", "-h", "-o", "%T %D") == "idle 2", 60, "the two nodes are not idle"
+        )
+
+    def stop(self) -> None:
+        with contextlib.suppress(Exception):
+            self.call("scancel", "--user", str(os.getuid()))
+            self.until(lambda: not self.call("squeue", "-h"), 20, "jobs remain")
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+    def call(self, *command: str) -> str:
+        """What one of Slurm's commands prints; raises if it fails."""
+        done = self._run(command, 60, {})
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+        return done.stdout.strip()
+
+    def _run(
+        self, command: Sequence[str], timeout: float, env: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        own = {**self.env, **env}
+        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=timeout, check=False)
+
+    def srun(self, *arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a step with an allocation of its own to its end."""
+        return self._run(["srun", *arguments], timeout, env)
+
+    def sbatch(self, *arguments: str, **env: str) -> str:
+        """Submit a script; the job's id."""
+        done = self._run(["sbatch", "--parsable", *arguments], 60, env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What the controller says about a job: JobState, ExitCode, Restarts, ..."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", job_id)))
+
+    def release(self, job_id: str) -> None:
+        """Start a requeued job soon: by Slurm's design it would wait for about two minutes.
+
+        Not at once: requeueing revokes the job's credential for the rest of that second, in which slurmd
+        refuses the next start ("already killed, do not launch") and the job fails with exit code 1.
+        """
+        with contextlib.suppress(RuntimeError):  # it may have started in between
+            job = self.job(job_id)
+            waited = datetime.now() - datetime.fromisoformat(job["SubmitTime"])  # requeueing counts as one
+            if job["Reason"] in ("BeginTime", "JobHeldUser") and waited > timedelta(seconds=3):
+                self.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+
+    def until(self, condition: Callable[[], Any], seconds: float, otherwise: str) -> None:
+        """Wait for a condition; RuntimeError with the daemons' logs after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(RuntimeError):
+                if condition():
+                    return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{otherwise}\n{self.logs()}")
+            time.sleep(0.2)
+
+    def ended(self, job_id: str, *, starts: int = 1) -> bool:
+        """Whether a job has ended after at least ``starts`` starts; if it is requeued, it starts now."""
+        self.release(job_id)
+        job = self.job(job_id)
+        return job["JobState"] in ENDED and int(job["Restarts"]) + 1 >= starts
+
+    def wait(self, *job_ids: str, timeout: float = 300, starts: int = 1) -> list[dict[str, str]]:
+        """Wait until jobs have ended, and what the controller says about each then."""
+        everyone = ", ".join(job_ids)
+        self.until(
+            lambda: not [job_id for job_id in job_ids if not self.ended(job_id, starts=starts)],
+            timeout,
+            f"jobs {everyone} do not end",
+        )
+        return [self.job(job_id) for job_id in job_ids]
+
+    def logs(self) -> str:
+        """The ends of the daemons' logs."""
+        return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in self.folder.glob("*.log"))
+
+    def _daemon(self, *command: str) -> None:
+        path = Path(shutil.which(command[0], path=_PATH) or command[0])
+        with (self.folder / f"{command[0]}.out.log").open("ab") as log:
+            daemon = subprocess.Popen(
+                [str(path), *command[1:]], env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
+        self._daemons.append(daemon)
+
+
+class TrainingJob:
+    """The example's train.sbatch on a cluster, with a pause in each step."""
+
+    def __init__(
+        self,
+        cluster: SlurmCluster,
+        folder: Path,
+        *options: str,
+        pace: float = 0.2,
+        script: str = "train.sbatch",
+        **env: str,
+    ) -> None:
+        self.cluster, self.folder, self.text = cluster, folder, folder / "job.log"
+        shape = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
+        place = ("--gpus-per-node=0", "--chdir", str(ROOT), "--output", str(self.text))
+        program = {"PACE_SECONDS": str(pace), "TRAIN": f"{sys.executable} {launches.PACED}"}
+        self.id = cluster.sbatch(
+            *(*shape, *place, *options, str(EXAMPLES / "slurm" / script)),
+            *launches.arguments(folder, ranks=4, steps=STEPS),
+            **launches.environment(**program, **env),
+        )
+
+    def last_step(self) -> int:
+        """The newest step in the log; 0 before the first."""
+        return launches.last_step(self.folder)
+
+    def until_step(self, step: int, *, timeout: float = 300) -> None:
+        """Wait until a step is in the log, letting a requeued job start at once."""
+        deadline = time.monotonic() + timeout
+        while self.last_step() < step:
+            self.cluster.release(self.id)
+            job = self.cluster.job(self.id)
+            assert job["JobState"] not in ENDED, (job, self.text.read_text())
+            assert time.monotonic() < deadline, (job, self.text.read_text())
+            time.sleep(0.2)
+
+    def exit_codes(self) -> list[int]:
+        """Of the starts that have ended."""
+        text = self.text.read_text() if self.text.exists() else ""
+        return [int(code) for code in re.findall(r"start \d+: exit code (\d+)", text)]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
-    with slurm_cluster() as running:
+    """Start a cluster, or skip with the reason where that cannot be."""
+    _require_programs()
+    # A short path: the socket's may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    running = SlurmCluster(folder)
+    try:
+        try:
+            running.start()
+        except (OSError, RuntimeError) as error:
+            pytest.skip(f"Slurm does not start here: {error}\n{running.logs()}")
         yield running
+    finally:
+        running.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def _require_programs() -> None:
+    if not _missing():
+        return
+    if os.getuid() != 0 or shutil.which("apt-get") is None:
+        pytest.skip(f"Slurm lacks {', '.join(_missing())}, and only root could install it")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
+        done = subprocess.run(
+            ["apt-get", *command], env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+    if _missing():
+        pytest.skip(f"Slurm cannot be installed here: {done.stderr[-500:]}")
+
+
+def _missing() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+
+
+def _free_ports() -> list[int]:
+    """One port, and two neighbouring ones."""
+    for _ in range(50):
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+            for free in sockets[:2]:
+                free.bind(("127.0.0.1", 0))
+            first = sockets[1].getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                sockets[2].bind(("127.0.0.1", first + 1))
+                return [sockets[0].getsockname()[1], first, first + 1]
+    raise RuntimeError("no free ports")
+
+
+# --- what is tested ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +297,6 @@ shift 7 && exec "$@"
 """
 
 
-def _job(
-    cluster: SlurmCluster,
-    folder: Path,
-    *options: str,
-    pace: float = 0.2,
-    script: str = "train.sbatch",
-    **env: str,
-) -> TrainingJob:
-    shape = {"nodes": 2, "ranks": 4, "steps": STEPS}
-    return TrainingJob(cluster, folder, *options, **shape, pace=pace, script=script, **env)
-
-
 def test_steps_and_batch_jobs_train_as_torchrun_does(
     cluster: SlurmCluster, preserved: Path, tmp_path: Path
 ) -> None:
@@ -65,7 +311,7 @@ def test_steps_and_batch_jobs_train_as_torchrun_does(
     (apptainer := tmp_path / "apptainer").write_text(APPTAINER)
     apptainer.chmod(0o755)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    job = _job(
+    job = TrainingJob(
         cluster, batch, script="train-apptainer.sbatch", APPTAINER=str(apptainer), IMAGE="sft.sif", PATH=path
     )
     assert cluster.wait(job.id)[0]["JobState"] == "COMPLETED", job.text.read_text()
@@ -77,7 +323,7 @@ def test_steps_and_batch_jobs_train_as_torchrun_does(
 
 def test_signals_and_requeues_in_mid_training(cluster: SlurmCluster, preserved: Path, tmp_path: Path) -> None:
     """scancel -s USR1 and scontrol requeue strike one job, scancel ends it, a second job finishes."""
-    job = _job(cluster, tmp_path)
+    job = TrainingJob(cluster, tmp_path)
     strikes = (("scancel", "-s", "USR1"), ("scontrol", "requeue"), ("scancel",))
     for number, strike in enumerate(strikes, start=1):
         job.until_step(9 * number)
@@ -89,7 +335,7 @@ def test_signals_and_requeues_in_mid_training(cluster: SlurmCluster, preserved: 
         assert saved[-1] == last, "the last step that ran is saved"
     assert job.exit_codes() == [85, 85, 85]
     assert cluster.wait(job.id, starts=3)[0]["JobState"] == "CANCELLED", "what is cancelled stays so"
-    again = _job(cluster, tmp_path, pace=0)
+    again = TrainingJob(cluster, tmp_path, pace=0)
     assert cluster.wait(again.id)[0]["JobState"] == "COMPLETED", again.text.read_text()
     assert again.exit_codes()[-1] == 0
     assert [step for step, *_ in launches.losses(tmp_path)] == list(range(1, STEPS + 1)), "each step once"
@@ -108,7 +354,7 @@ def test_the_time_limit_and_the_signal_before_it(
     jobs = {}
     for name, option in options.items():
         (tmp_path / name).mkdir()
-        jobs[name] = _job(cluster, tmp_path / name, *option, pace=paces[name])
+        jobs[name] = TrainingJob(cluster, tmp_path / name, *option, pace=paces[name])
     states = cluster.wait(*(job.id for job in jobs.values()), starts=2, timeout=900)
     for (name, job), ended in zip(jobs.items(), states, strict=True):
         assert ended["JobState"] == "COMPLETED", job.text.read_text()

@@ -15,6 +15,7 @@ from torch import nn
 import fsdp_sft as fs
 from tests.harness.losses import gradients_of
 from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.packs import assert_same
 
 
 def _taken(length: int, numerator: int, denominator: int) -> list[int]:
@@ -96,8 +97,7 @@ def test_exactly_the_chosen_blocks_run_twice_in_training_until_removed(family: s
     assert {fqn: _forward_calls(model, block) for fqn, block in blocks.items()} == {
         fqn: 2 if fqn in chosen else 1 for fqn in blocks
     }
-    again = fs.apply_sac(model, 1)  # a second call replaces the first
-    assert again == list(blocks)
+    assert fs.apply_sac(model, 1) == list(blocks)  # a second call replaces the first
     model.eval()
     assert all(_forward_calls(model, block) == 1 for block in blocks.values())
     model.train()
@@ -205,8 +205,7 @@ def test_blocks_can_be_listed() -> None:
     assert fs.apply_sac(model, blocks=["model.layers.1.mlp", "lm_head"]) == ["model.layers.1.mlp", "lm_head"]
     named = (model.get_submodule("model.layers.1.mlp"), blocks["model.layers.1"])
     assert [_forward_calls(model, module) for module in named] == [2, 1]
-    gradients, expected = _gradients(model), _gradients(tiny_model("llama"))
-    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert_same(_gradients(model), _gradients(tiny_model("llama")))
     assert fs.apply_sac(model, blocks=[]) == []
 
 

@@ -1,19 +1,22 @@
-"""What is recomputed and what is kept, counted; and gradients that are the same, bit by bit."""
+"""What is recomputed and what is kept, counted; routers decide as before; gradients are the same bits."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
-from tests.harness.architectures import inputs_for, tiny_architecture
-from tests.harness.device import mesh_here
-from tests.harness.losses import gradients_of
-from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from fsdp_sft.sac.decisions import decides
+from tests.harness.architectures import inputs_for, quiet, tiny_architecture
+from tests.harness.losses import gradients_of, with_loss
+from tests.harness.models import FLOAT32, largest_error, ragged_batches, tiny_model
+from tests.harness.packs import assert_same
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -51,10 +54,6 @@ def _step(model: Any, *, warm: bool = False) -> tuple[int, int, dict[str, torch.
     return counts.by_name["aten::mm"], counts.by_name.get(ATTENTION, 0), gradients_of(model)
 
 
-def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 # What is recomputed per block: of 7 products all but the last, which early stop leaves out, and 1 attention.
 SAVED = [
     ("o_proj", 5, 1),
@@ -80,9 +79,8 @@ def test_named_submodules_are_kept_and_the_rest_recomputed(backend: str | None) 
         if backend is not None:
             fs.compile_blocks(model, backend=backend, fullgraph=True)
         found = _step(model, warm=backend is not None)
-        assert _equal(found[2], expected), save
-        again = (found[0] - plain, found[1] - attention)
-        assert again == (2 * products, 2 * kernels), save
+        assert_same(found[2], expected)
+        assert (found[0] - plain, found[1] - attention) == (2 * products, 2 * kernels), save
 
 
 def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
@@ -100,7 +98,7 @@ def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
         assert names == [f"model.layers.{i}" for i in chosen]
         products, kernels, gradients = _step(model)
         assert (products - plain, kernels - attention) == (2 * len(chosen), 0)
-        assert _equal(gradients, expected)
+        assert_same(gradients, expected)
 
 
 def test_chosen_blocks_are_compiled_alone() -> None:
@@ -204,7 +202,7 @@ def _gradients_prepared(
         if step == "s":
             fs.apply_sac(model, **way)
         elif step == "f":
-            fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+            fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
         elif backend is not None:
             fs.compile_blocks(model, backend=backend)
     return _gradients_with(model, {**ragged_batches(2)[0], "use_cache": False})
@@ -219,10 +217,7 @@ def _check_matrix(
         if family in KEPT and backend is None:
             ways.append({"save": KEPT[family]})
         for way in ways:
-            gradients = _gradients_prepared(family, way, order, backend)
-            assert gradients.keys() == plain.keys()
-            different = [name for name in plain if not torch.equal(gradients[name], plain[name])]
-            assert not different, (family, way, order, backend)
+            assert_same(_gradients_prepared(family, way, order, backend), plain, f"{family}, {way}, {order}")
 
 
 def test_eager_gradients_are_bit_equal_on_one_process_without_sharding() -> None:
@@ -247,6 +242,117 @@ def test_hybrid_models_are_bit_equal_too(name: str) -> None:
     expected = _gradients_with(model, inputs)
     for ratio in ("1/2", 1):
         assert fs.apply_sac(model, ratio)
-        gradients = _gradients_with(model, inputs)
-        assert gradients.keys() == expected.keys()
-        assert all(torch.equal(gradients[key], expected[key]) for key in expected), ratio
+        assert_same(_gradients_with(model, inputs), expected)
+
+
+# --- a recomputed router sends every token where its forward has sent it -----------------------------------
+
+
+class Disturbed(nn.Module):
+    """A router whose every second call, the recomputation, moves one expert by a unit in the last place."""
+
+    def __init__(self, router: Any, *, disturb: bool) -> None:
+        super().__init__()
+        self.weight, self.top_k, self.disturb, self.calls = router.weight, router.top_k, disturb, 0
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        logits = F.linear(hidden, self.weight)
+        self.calls += 1
+        with torch.no_grad():
+            up = torch.nextafter(logits, torch.full_like(logits, torch.inf)) - logits
+            up[:, [0, 1, 3]] = 0
+        logits = logits + up * (self.disturb and self.calls % 2 == 0)
+        probabilities = logits.softmax(-1)
+        values, indices = probabilities.topk(self.top_k, dim=-1)
+        values /= values.sum(-1, keepdim=True)
+        return logits, values, indices
+
+
+def _tied(*, disturb: bool) -> Any:
+    """A mixture whose second and third expert are tied for every token, and are other experts."""
+    model = tiny_model("mixtral", num_experts_per_tok=1).to(device_here())
+    for block in model.model.layers:
+        with torch.no_grad():
+            block.mlp.gate.weight[1] *= 100  # so that a unit in the last place shows behind the softmax
+            block.mlp.gate.weight[2] = block.mlp.gate.weight[1]
+        block.mlp.gate = Disturbed(block.mlp.gate, disturb=disturb)
+    return with_loss(model, router_loss="off")
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    summed, _ = fs.loss_sum(model, _batch())
+    summed.backward()
+    return gradients_of(model)
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    return {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
+
+
+@pytest.mark.parametrize("chosen", [{"ratio": 1}, {"save": "self_attn"}], ids=["1", "operations"])
+def test_a_recomputed_router_decides_as_before(chosen: dict[str, Any]) -> None:
+    plain = _gradients(_tied(disturb=False))
+    model = _tied(disturb=True)
+    fs.apply_sac(model, **chosen)
+    _gradients(model)  # its first forward asks about the model's own loss
+    seen: list[torch.Tensor] = []  # what the experts of each block are given, by call
+    for block in model.model.layers:
+        block.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[1].clone()))
+        block.mlp.gate.calls = 0
+    found = _gradients(model)
+    forward, again = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert len(forward) == len(model.model.layers) == len(again)
+    assert all(map(torch.equal, forward, reversed(again)))
+    assert largest_error(found, plain) <= 1e-5
+    assert {int(i) for indices in forward for i in indices.flatten()} <= {0, 1, 3}
+
+
+def test_a_second_backward_decides_the_same() -> None:
+    model = tiny_model("mixtral").to(device_here())
+    fs.apply_sac(model, 1)
+    summed, _ = fs.loss_sum(with_loss(model, router_loss="off", impl="logits"), _batch())
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(summed, parameters, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(summed, parameters)))
+
+
+class Choosing(nn.Module):
+    """Everything that decides, on one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        total = y.topk(2, dim=0).values.sum() + (y.sort(descending=True).values * torch.arange(6.0)).sum()
+        total = total + y.max(dim=0, keepdim=True).values.sum() + y.min(dim=1).values.square().sum()
+        total = total + y.kthvalue(2).values.sum() + y.median(dim=-1).values.sum()
+        chosen = F.one_hot(y.argmax(-1), 6) + F.one_hot(y.argsort(stable=True)[:, 0], 6)
+        return x + (total + chosen * y).tanh()
+
+
+def test_every_operation_that_decides_is_repeated() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Choosing(), Choosing())
+    x = torch.randn(5, 6)
+    model(x).sum().backward()
+    expected = gradients_of(model)
+    fs.apply_sac(model, blocks=["0", "1"])
+    model(x).sum().backward()
+    assert_same(gradients_of(model), expected)
+
+
+def test_only_blocks_that_decide_pay() -> None:
+    with quiet():
+        for name, expected in {
+            "LlamaForCausalLM": False,
+            "Gemma3ForCausalLM": False,
+            "MambaForCausalLM": False,
+            "MixtralForCausalLM": True,
+            "PhimoeForCausalLM": True,
+            "GptOssForCausalLM": True,
+        }.items():
+            blocks = fs.find_blocks(tiny_architecture(name))
+            assert any(map(decides, blocks.values())) == expected, name

@@ -1,12 +1,13 @@
 """Untied embedding and head in groups of their own: the numbers of the root's group, gathered less often."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -14,9 +15,8 @@ from torch.nn import functional as F
 import fsdp_sft as fs
 from fsdp_sft.shard import units
 from fsdp_sft.shard.units import own_vocabulary
-from tests.harness.device import device_here, mesh_here
-from tests.harness.models import full, largest_error, tiny_model, windows_of_rank
-from tests.harness.ranks import run_distributed
+from tests.harness.models import FLOAT32, full, largest_error, tiny_model, windows_of_rank
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 
 
 def _sharded(family: str, *, own: bool = True, **options: Any) -> Any:
@@ -41,7 +41,8 @@ def _trained(model: Any, grad_sync: Any) -> list[Any]:
     return numbers
 
 
-def _compare() -> None:
+@on_ranks(2)
+def test_numbers_are_those_of_the_roots_group() -> None:
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("llama", "each", {}),
         ("llama", "last", {}),
@@ -63,21 +64,14 @@ def _compare() -> None:
 
 def _gathers(function: Any) -> int:
     """All-gathers that FSDP2 makes in a call."""
-    count = 0
     gather = _fsdp_param_group.foreach_all_gather
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        return gather(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_fsdp_param_group, "foreach_all_gather", counted)
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=gather) as counted:
         function()
-    return count
+    return counted.call_count
 
 
-def _count_gathers() -> None:
+@on_ranks(2)
+def test_they_are_gathered_less_often() -> None:
     model = _sharded("llama")
     blocks = len(fs.find_blocks(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,7 +90,8 @@ def _count_gathers() -> None:
     assert generate(4) == 4 * blocks, "embedding and head stay gathered"
 
 
-def _reshard() -> None:
+@on_ranks(2)
+def test_reshard_frees_them() -> None:
     """As in the root's group: a forward without a backward leaves them gathered, and reshard() frees them."""
     model = _sharded("llama")
     batch = windows_of_rank(1, device_here())[0][0]
@@ -123,12 +118,13 @@ def _embedded_after(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return _loss(output.logits, ids) + apart.square().mean()
 
 
-def _loops_of_ones_own() -> None:
-    """Loops that call parts of the model by themselves, beside one process."""
+@on_ranks(2)
+def test_loops_that_call_parts_of_the_model() -> None:
+    """By themselves, beside one process."""
     rank = dist.get_rank()
     for loop in (_head_again, _embedded_after):
         model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
-        fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
         for step in range(2):
             ids = torch.randint(3, 90, (4, 9), generator=torch.Generator().manual_seed(step)).to(
                 device_here()
@@ -144,13 +140,6 @@ def _loops_of_ones_own() -> None:
             assert largest_error(gradients, expected) < 1e-5, (loop.__name__, step)
             model.zero_grad()
             plain.zero_grad()
-
-
-def test_numbers_are_those_of_the_roots_group_with_fewer_gathers() -> None:
-    run_distributed(_compare, 2)
-    run_distributed(_count_gathers, 2)
-    run_distributed(_reshard, 2)
-    run_distributed(_loops_of_ones_own, 2)
 
 
 class _UsesWeight(nn.Module):

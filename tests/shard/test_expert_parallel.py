@@ -2,24 +2,26 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as tf
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.distributed import DistributedConfig
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import local_of
-from tests.harness.architectures import tiny_architecture
+from tests import plain
+from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.composed import composed
-from tests.harness.device import mesh_here
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
-from tests.harness.native import load_native, rows_of_rank, save_mixture
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.models import FLOAT32, full, largest_error, ragged_batches
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything
 
 # Each with 8 experts, so that 2 and 4 ranks have whole ones.
@@ -43,6 +45,43 @@ HYBRID = {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}
 FIRST, SECOND = range(2), range(2, 4)  # steps before a checkpoint and after it
 
 
+def save_mixture(folder: Path, name: str = "MixtralForCausalLM", **overrides: Any) -> str:
+    """A tiny mixture in the format of the Hub; fields of its config as ``overrides``."""
+    with quiet():
+        model = tiny_architecture(name)
+        if overrides:
+            torch.manual_seed(0)
+            config = copy.deepcopy(model.config)
+            for field, value in overrides.items():
+                setattr(config, field, value)
+            model = type(model)(config)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
+    return os.fspath(folder)
+
+
+def load_native(folder: str, options: dict[str, Any] | None, *, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a folder as transformers does: sharded by ``DistributedConfig(**options)``, or plainly for None.
+
+    In float64 experts are run by an implementation that takes it.
+    """
+    more: dict[str, Any] = {}
+    if options is not None:
+        more["distributed_config"] = DistributedConfig(**options)
+    if dtype == torch.float64:
+        more["experts_implementation"] = "eager"
+    with quiet():
+        return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more).train()
+
+
+def rows_of_rank(batches: list[Any], options: dict[str, Any]) -> list[Any]:
+    """The batches of this rank, where those along ``tp`` have the same."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    shares = options.get("fsdp_size", 1) * options.get("dp_replicate_size", 1)
+    return batches[rank * shares // ranks :: shares]
+
+
 @pytest.fixture(scope="module", params=list(EIGHT))
 def folder(request: Any, tmp_path_factory: Any) -> str:
     return save_mixture(tmp_path_factory.mktemp("mixture"), request.param, **EIGHT[request.param])
@@ -55,12 +94,9 @@ def mixtral(tmp_path_factory: Any) -> str:
 
 
 def _expected(model: Any, batches: list[Any], max_norm: float) -> tuple[float, float, dict[str, Any]]:
-    loss, gradients = oracle_gradients(model, batches)
-    plain = copy.deepcopy(model)
-    for name, parameter in plain.named_parameters():
-        parameter.grad = gradients.get(name)
-    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
-    return loss, norm, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    model, gradients = copy.deepcopy(model), dict[str, torch.Tensor]()
+    losses = [plain.mean_loss(model, batches)]
+    return *plain.step(model, losses, [], max_norm=max_norm, keep=gradients), gradients
 
 
 def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torch.float32) -> Any:
@@ -72,7 +108,7 @@ def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torc
         folder,
         mesh=mesh_here(dp_replicate=replicas),
         master_dtype=dtype,
-        mp_policy=MixedPrecisionPolicy(),
+        mp_policy=FLOAT32,
         ep_size=options["ours"],
     )
 
@@ -127,6 +163,7 @@ def test_a_step_is_that_of_one_process(folder: str, options: dict[str, int]) -> 
     [
         (EP2, torch.float64, "logits"),
         (EP4, torch.float32, "logits"),
+        (FSDP, torch.float32, "logits"),
         (HYBRID, torch.float32, "logits"),
         ({"ours": 2, "dp_replicate_size": 2, "fsdp_size": 2}, torch.float32, "logits"),
         (EP2, torch.float32, "sac last"),
@@ -183,11 +220,11 @@ def _weights(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_steps_resumed_otherwise_and_exported_are_those_of_one_process(mixtral: str, tmp_path: Path) -> None:
     """From experts over 2 ranks, twice, to FSDP alone, and to one process."""
     losses, half, last = run_distributed(_save_half_way, 4, mixtral, str(tmp_path), EP2)[0]
-    plain = load_native(mixtral, None)
-    optimizer = _optimizer(plain)
-    expected = _train(plain, optimizer, range(SECOND.stop), None)
+    beside = load_native(mixtral, None)
+    optimizer = _optimizer(beside)
+    expected = _train(beside, optimizer, range(SECOND.stop), None)
     assert losses == pytest.approx(expected, rel=2e-5)
-    assert largest_error(_weights(last), _weights(everything(plain, optimizer))) <= 2e-4
+    assert largest_error(_weights(last), _weights(everything(beside, optimizer))) <= 2e-4
     continued = [run_distributed(_resume, 4, mixtral, str(tmp_path), other)[0] for other in (FSDP, OURS2)]
     continued.append(_resume(mixtral, str(tmp_path), None))
     for loaded, resumed, final in continued:
@@ -219,11 +256,8 @@ def test_each_rank_reads_its_own_experts_and_every_byte_is_read_once(
     mine = sum(local_of(p).nbytes for p in model.parameters())
     # With replicas one reads for both, tensor by tensor in turn.
     assert report.bytes_read == pytest.approx(mine / replicas, rel=0 if replicas == 1 else 0.2)
-    plain = load_native(mixtral, None)
-    state = plain.state_dict()
     found = {name: full(tensor) for name, tensor in model.state_dict().items()}
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert_same(found, load_native(mixtral, None).state_dict())
     assert "efsdp" not in fs.describe_sharding(model).splitlines()[-1]
 
 
@@ -271,7 +305,7 @@ def _check_adapters(folder: str, out: str) -> None:
             mesh=mesh_here(),
             peft_config=LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]),
             frozen_dtype=torch.float32,
-            mp_policy=MixedPrecisionPolicy(),
+            mp_policy=FLOAT32,
             sac_ratio=1,
             ep_size=ep_size,
         )
@@ -292,3 +326,11 @@ def test_adapters_are_trained_beside_shared_experts(tmp_path: Path) -> None:
     folder = save_mixture(tmp_path / "base", "MixtralForCausalLM", **EIGHT["MixtralForCausalLM"])
     run_distributed(_check_adapters, 4, folder, str(tmp_path / "out"))
     load_native(str(tmp_path / "out"), None)
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}])
+@on_ranks(2)
+def test_layers_that_ranks_share_are_refused(mixtral: str, options: dict[str, int]) -> None:
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE="2")  # which transformers reads
+    with pytest.raises(fs.UnsupportedModelError, match=r"along layers \(tp\)"):
+        fs.evaluate(load_native(mixtral, options), ragged_batches(2))

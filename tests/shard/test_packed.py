@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as tf
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import local_of
@@ -18,10 +18,8 @@ from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.shard.packing import packed_weights
 from tests import plain as plainly
 from tests.harness.composed import composed
-from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, rewrite
-from tests.harness.models import TINY, full, oracle_gradients, oracle_loss, ragged_batches
-from tests.harness.packed_values import in_fp8, in_nf4, is_packed
+from tests.harness.models import FLOAT32, TINY, full, oracle_gradients, oracle_loss, ragged_batches
 from tests.harness.quantised_folders import (
     configure,
     deepseek_folder,
@@ -29,13 +27,12 @@ from tests.harness.quantised_folders import (
     quantise,
     quantised,
 )
-from tests.harness.quantised_weights import FORMATS
-from tests.harness.ranks import run_distributed
+from tests.harness.quantised_weights import FORMATS, in_fp8, in_nf4, is_packed
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.trained import assert_same, everything, spread
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 
-FLOAT32 = MixedPrecisionPolicy()
 BATCHES = ragged_batches(4)
 SIZES = {**TINY, "hidden_size": 64, "intermediate_size": 86, "num_hidden_layers": 2}
 SPARSE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}

@@ -71,6 +71,5 @@ def test_without_a_compiler_the_test_is_skipped_with_the_reason(
 def test_every_exception_names_a_test() -> None:
     for start, reason in cannot.REASONS.items():
         path, _, name = start.partition("::")
-        text = (ROOT / path).read_text()
-        assert not name or f"def {name.partition('[')[0]}" in text, start
+        assert not name or f"def {name.partition('[')[0]}" in (ROOT / path).read_text(), start
         assert reason, start

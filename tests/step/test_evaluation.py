@@ -6,15 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
 from tests.harness.long_rows import sharing_rows
-from tests.harness.models import oracle_loss, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks
-
-FLOAT32 = MixedPrecisionPolicy()
+from tests.harness.models import FLOAT32, oracle_loss, ragged_batches, tiny_model
+from tests.harness.ranks import mesh_here, on_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

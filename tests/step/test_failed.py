@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._compat.fsdp import is_broken_off
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import (
+    FLOAT32,
     full,
     largest_error,
     oracle_gradients,
@@ -22,7 +22,7 @@ from tests.harness.models import (
     ragged_batches,
     tiny_model,
 )
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 from tests.plain import step as step_of
 
 
@@ -62,7 +62,7 @@ def _gradients_after_a_failure(
             model = tiny_model("llama").to(device_here())
             plain = copy.deepcopy(model).cpu()
             if mesh is not None:
-                fs.shard_model(model, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+                fs.shard_model(model, mesh=mesh, mp_policy=policy or FLOAT32)
             rank, ranks = (mesh.get_rank(), mesh.size()) if mesh is not None else (0, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             batches = ragged_batches(3 * ranks)
@@ -114,7 +114,7 @@ def test_the_same_on_several_ranks(ranks: int, replicas: int, modes: tuple[str, 
 def test_a_window_that_was_given_up_leaves_nothing(how: str) -> None:
     """A loop of the caller's own gives a window up; the next step is like the first of all."""
     model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     batches = ragged_batches(4)
     window, targets = batches[dist.get_rank() :: 2], fs.count_targets(batches[dist.get_rank() :: 2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -132,7 +132,7 @@ def test_a_window_that_was_given_up_leaves_nothing(how: str) -> None:
 @on_ranks(2)
 def test_a_model_can_be_saved_and_trained_after_a_failed_evaluation(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     window = ragged_batches(4)[dist.get_rank() :: 2]
     fails: list[str] = []

@@ -9,9 +9,8 @@ from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
 from fsdp_sft.step.window import num_rows
-from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 
 
 @on_ranks(2, timeout=60)

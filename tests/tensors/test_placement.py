@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_sft as fs
 from fsdp_sft.shard import units
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model, windows_of_rank
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 EXPERTS = 3  # uneven over 2 and over 4 ranks
 

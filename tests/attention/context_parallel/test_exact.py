@@ -11,12 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, quiet, tiny_architecture
-from tests.harness.device import device_here, mesh_here
-from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of, sharing_rows
 from tests.harness.losses import with_loss
-from tests.harness.models import full, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.models import FLOAT32, AllFloat64, full, tiny_model
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 # kind -> lengths: rows longer than a rank's part and of one token, one rank without a target, filler
 BATCHES = {PACKED: [5, 9, 1, 18, 4], PADDED: [11, 4, 1], PLAIN: [13]}
@@ -69,7 +67,7 @@ def _check_exact(
     oracle = copy.deepcopy(model)
     model = model.to(device_here())
     mesh = mesh_here(**shape)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, master_dtype=torch.float64)
     if attention == "varlen":
         fs.use_varlen_attention(model)
     fs.use_context_parallel(model, mesh=mesh)
@@ -131,10 +129,6 @@ def test_four_ranks_share_rows(name: str) -> None:
     assert _exact(name, 4, {"cp": 4})[0] <= 1e-12
 
 
-def test_soft_caps() -> None:
-    assert _exact("Gemma2ForCausalLM", 2, {"cp": 2}, "eager")[0] <= 1e-12
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotations_by_the_length_of_the_row(kind: str) -> None:
     """Rows longer than the config's length: each rank has to know how long they are."""
@@ -148,28 +142,28 @@ def test_rotations_by_the_length_of_the_row(kind: str) -> None:
     assert max(run_distributed(_check_exact, 2, "qwen3", {"cp": 2}, options, None, [PLAIN]))[0] <= 1e-12
 
 
-def test_attention_by_row() -> None:
-    assert _exact("qwen3", 2, {"cp": 2}, "varlen")[0] <= 1e-12
+def _heads(queries: int, keys: int) -> dict[str, int]:
+    """Query heads of 8, so that the hidden size is that of the heads."""
+    return {"num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 8 * queries}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape", "heads", "keys"),
+    ("name", "ranks", "shape", "attention", "overrides"),
     [
-        (3, {"cp": 3}, 12, 4),  # key heads that straddle ranks
-        (3, {"cp": 3}, 12, 3),
-        (4, {"cp": 4}, 8, 1),
-        (4, {"cp": 2, "dp_shard": 2}, 4, 2),
-        (4, {"cp": 2, "dp_replicate": 2}, 4, 4),
+        ("Gemma2ForCausalLM", 2, {"cp": 2}, "eager", {}),  # soft caps
+        ("qwen3", 2, {"cp": 2}, "varlen", {}),
+        ("qwen3", 3, {"cp": 3}, None, _heads(12, 4)),  # key heads that straddle ranks
+        ("qwen3", 3, {"cp": 3}, None, _heads(12, 3)),
+        ("qwen3", 4, {"cp": 4}, None, _heads(8, 1)),
+        ("qwen3", 4, {"cp": 2, "dp_shard": 2}, None, _heads(4, 2)),
+        ("qwen3", 4, {"cp": 2, "dp_replicate": 2}, None, _heads(4, 4)),
     ],
+    ids=["soft caps", "by row", "12-4", "12-3", "8-1", "4-2", "4-4"],
 )
-def test_heads_and_meshes(ranks: int, shape: dict[str, int], heads: int, keys: int) -> None:
-    """Query heads of 8, so that the hidden size is that of the heads."""
-    assert (
-        _exact(
-            "qwen3", ranks, shape, num_attention_heads=heads, num_key_value_heads=keys, hidden_size=8 * heads
-        )[0]
-        <= 1e-12
-    )
+def test_attentions_heads_and_meshes(
+    name: str, ranks: int, shape: dict[str, int], attention: str | None, overrides: dict[str, int]
+) -> None:
+    assert _exact(name, ranks, shape, attention, **overrides)[0] <= 1e-12
 
 
 @on_ranks(2)
@@ -178,7 +172,7 @@ def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
     # Tokens that see later ones, positions counted by the mask, a recurrence.
     for name in ("ElectraForCausalLM", "OPTForCausalLM", "MambaForCausalLM"):
         model = _model(name).float().to(device_here())
-        fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
         with pytest.raises(fs.UnsupportedModelError, match="may meet in attention alone"):
             fs.use_context_parallel(model, mesh=mesh)
 
@@ -269,7 +263,7 @@ def _judge(name: str) -> str:
         oracle = copy.deepcopy(model)
         mesh = mesh_here(cp=2)
         try:
-            fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
+            fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, master_dtype=torch.float64)
         except fs.FsdpSftError as error:
             return f"not sharded: {error}"
         try:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
@@ -20,12 +19,10 @@ from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.loss import part_of
 from fsdp_sft.weights import build_meta_model
 from tests import plain
-from tests.harness.device import device_here, mesh_here
-from tests.harness.float64 import AllFloat64
 from tests.harness.hf_folders import save_tiny
 from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of, sharing_rows
-from tests.harness.models import full, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.models import FLOAT32, AllFloat64, full, ragged_batches, tiny_model
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 LENGTHS = [6, 15, 1, 9]
 
@@ -162,11 +159,10 @@ def _check_refusals(folder: Path) -> None:
     optimizer = _adamw(model.parameters())
     with pytest.raises(ValueError, match="not sharded on this mesh"):
         fs.use_context_parallel(model, mesh=mesh)
-    bare = build_meta_model(folder)
-    fs.shard_model(bare, mesh=mesh)
+    bare = fs.shard_model(build_meta_model(folder), mesh=mesh)
     with pytest.raises(ValueError, match="load its weights first"):
         fs.use_context_parallel(bare, mesh=mesh)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
     optimizer = _adamw(model.parameters())
     with pytest.raises(fs.UnsupportedModelError, match="call use_context_parallel"):
         fs.train_step(model, [batch], optimizer)
@@ -234,7 +230,7 @@ def test_padding_on_the_left_does_not_see_filler() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     mesh = mesh_here(cp=3)
     model = tiny_model("qwen3").to(device_here())
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
     with pytest.raises(ValueError, match=r"4 query heads, which cp=3 does not divide: use cp of \[2, 4\]"):
         fs.use_context_parallel(model, mesh=mesh)
 

@@ -65,8 +65,7 @@ def test_gradients_of_a_pack_are_the_sum_over_its_rows(
     assert largest_error(actual, expected) < 1e-6
     assert len(masks[-3:]) == 3
     assert all(isinstance(mask, attention.RowMask) for mask in masks[-3:])
-    report = fs.verify_packing(model, max_length=100)
-    assert report.error < 2e-6
+    assert fs.verify_packing(model, max_length=100).error < 2e-6
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 400])

@@ -14,7 +14,7 @@ import fsdp_sft as fs
 from fsdp_sft.sampling import verify
 from tests.harness.device import mesh_here
 from tests.harness.losses import with_loss
-from tests.harness.models import VOCAB, full, oracle_loss, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, VOCAB, full, oracle_loss, ragged_batches, tiny_model
 from tests.harness.packs import assert_same, drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import on_ranks, run_distributed
 
@@ -371,7 +371,7 @@ def test_positions_that_depend_on_the_longest_row_are_told_in_any_dtype(dtype: t
 def test_ranks_verify_together_although_one_has_a_pack() -> None:
     mesh, rank = mesh_here(), dist.get_rank()
     single = {**_pack(14), "position_ids": torch.arange(14)[None]}
-    policy = MixedPrecisionPolicy()
+    policy = FLOAT32
     model = fs.shard_model(_leaking(), mesh=mesh, mp_policy=policy)
     for call in (
         lambda: _step(model, _pack(5, 9) if rank else single),

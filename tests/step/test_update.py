@@ -1,23 +1,25 @@
-"""Several optimizers and schedulers in one step, against the plain loop in one process."""
+"""The update: several optimizers and schedulers, scalers and the norm over meshes, against the plain loop."""
 
 import copy
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 from transformers.optimization import Adafactor
 
 import fsdp_sft as fs
+from fsdp_sft.step.update import clip_gradients
 from tests import plain
-from tests.harness.device import device_type, mesh_here
-from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.models import FLOAT32, full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.ranks import device_here, device_type, mesh_here, on_ranks, run_distributed
 from tests.simulated.ranks import run_simulated
 
 
@@ -58,7 +60,7 @@ def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: An
     model = copy.deepcopy(beside)
     expected = _plain(beside, windows)
     mesh = mesh_here(**mesh_shape)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
     optimizers = _two(model)
     schedulers = _schedulers(optimizers)
     for window, (loss, norm) in zip(windows, expected, strict=True):
@@ -136,7 +138,8 @@ def test_what_no_optimizer_of_several_has_is_named() -> None:
     assert torch.equal(frozen, before)
 
 
-def _made_while_gathered() -> str:
+@on_ranks(2)
+def test_an_optimizer_made_before_sharding_or_over_gathered_parameters_is_refused() -> None:
     model = tiny_model("qwen2-tied")
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     fs.shard_model(model, mesh=mesh_here())
@@ -145,18 +148,14 @@ def _made_while_gathered() -> str:
         model(input_ids=torch.tensor([[3, 4]]))  # the root's parameters stay gathered
     stale = torch.optim.SGD(model.parameters(), lr=0.1)
     for optimizer in (early, stale):
-        with pytest.raises(fs.OptimizerError, match="none of the model's parameters") as raised:
+        with pytest.raises(
+            fs.OptimizerError, match=r"none of the model's parameters.*model\.embed_tokens\.weight"
+        ):
             fs.train_step(model, ragged_batches(2), optimizer)
     assert all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
     beside = torch.nn.Linear(2, 2)  # the caller's own, which the model does not have
     whole = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.1)
     assert not fs.train_step(model, ragged_batches(2), whole).skipped
-    return str(raised.value)
-
-
-def test_an_optimizer_made_before_sharding_or_over_gathered_parameters_is_refused() -> None:
-    (message, _) = run_distributed(_made_while_gathered, 2)
-    assert "model.embed_tokens.weight" in message
 
 
 @on_ranks(2)
@@ -184,16 +183,18 @@ PLAIN = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam")
 LACKING: dict[str, Any] = {"Adafactor": {}, "Rprop": {}, "SGD": {"fused": True}, "Adagrad": {"fused": True}}
 
 
-def _refused(match: str, *make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "match"),
+    [
+        ([Adafactor], "Adafactor cannot step sharded parameters"),
+        ([torch.optim.SGD, torch.optim.AdamW], "parameters are held more than once"),
+    ],
+)
+@on_ranks(2)
+def test_what_would_step_otherwise_is_refused(kinds: list[Any], match: str) -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
     with pytest.raises(fs.OptimizerError, match=match):
-        fs.train_step(model, ragged_batches(1), [one(model.parameters()) for one in make])
-
-
-def test_what_would_step_otherwise_is_refused() -> None:
-    run_distributed(_refused, 2, "Adafactor cannot step sharded parameters", Adafactor)
-    twice = (torch.optim.SGD, torch.optim.AdamW)
-    run_distributed(_refused, 2, "parameters are held more than once", *twice)
+        fs.train_step(model, ragged_batches(1), [kind(model.parameters()) for kind in kinds])
 
 
 @on_ranks(2)
@@ -206,7 +207,7 @@ def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
         expected = copy.deepcopy(beside)
         for key, parameter in expected.named_parameters():
             parameter.grad = gradients[key]
-        model = fs.shard_model(copy.deepcopy(beside), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        model = fs.shard_model(copy.deepcopy(beside), mesh=mesh_here(), mp_policy=FLOAT32)
         make: Any = getattr(torch.optim, name)
         optimizer = make(model.parameters(), lr=1e-3, **options)
         refused = ""
@@ -292,3 +293,40 @@ def test_the_scaler_goes_on_after(what: str) -> None:
         result = fs.train_step(model, batches, optimizers, scaler=scaler)
         assert not result.skipped
         assert result.grad_norm == pytest.approx(expected, rel=1e-5)
+
+
+# --- gradients on several meshes, or on none, as models that transformers shards have them -----------------
+
+
+@on_ranks(4)
+def test_the_norm_over_several_meshes_is_that_of_the_whole() -> None:
+    rows = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
+    columns = init_device_mesh(device_type(), (4,))
+    layouts = [
+        (rows, [Shard(0), Shard(1)]),
+        (rows["a"], [Shard(0)]),
+        (rows["b"], [Replicate()]),
+        (columns, [Shard(0)]),
+    ]
+    for max_norm in (None, 0.5, 1e9):
+        torch.manual_seed(0)
+        whole = torch.nn.ParameterList(torch.randn(6, 5) for _ in range(6))
+        sharded = torch.nn.ParameterList()
+        for index, parameter in enumerate(whole):
+            parameter.grad = torch.randn(6, 5)
+            value, gradient = (x.detach().clone().to(device_here()) for x in (parameter, parameter.grad))
+            if index < len(layouts):
+                value, gradient = (distribute_tensor(x, *layouts[index]) for x in (value, gradient))
+            sharded.append(torch.nn.Parameter(value))
+            sharded[-1].grad = gradient
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e12 if max_norm is None else max_norm)
+        assert float(clip_gradients(sharded, max_norm)) == pytest.approx(float(norm), rel=1e-6)
+        for one, other in zip(whole, sharded, strict=True):
+            torch.testing.assert_close(full(other.grad), one.grad)
+
+
+def test_the_norm_of_many_elements_on_the_host_is_exact() -> None:
+    parameter = torch.nn.Parameter(torch.empty(3_000_000))  # on the host, where torch's own is 3e-5 off
+    parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    exact = float(parameter.grad.double().norm())
+    assert float(clip_gradients(torch.nn.ParameterList([parameter]), None)) == pytest.approx(exact, rel=1e-6)
