@@ -96,15 +96,16 @@ def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
 ) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    fs.save_full_state_dict(model, tmp_path / "model.safetensors")
+    safe = tmp_path / "model.safetensors"
+    fs.save_full_state_dict(model, safe)
     fs.save_checkpoint(tmp_path / "steps", 1, model=model)
     for module, name, load in (
         (stored, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (reader, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (disk, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (disk, "open_file", lambda: fs.load_checkpoint(tmp_path / "steps", model=model)),
-        (stored, "open_file", lambda: fs.load_full_state_dict(model, tmp_path / "model.safetensors")),
-        (encoded, "safe_open", lambda: encoded._read_shard(tmp_path / "model.safetensors", collator.FilterCounts())),
+        (stored, "open_file", lambda: fs.load_full_state_dict(model, safe)),
+        (encoded, "safe_open", lambda: encoded._read_shard(safe, collator.FilterCounts())),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, _refusing)
