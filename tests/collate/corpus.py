@@ -120,7 +120,7 @@ def judge(tokenizer: Any, seed: int, specials: list[str]) -> tuple[str, str]:
         row["tools"] = tools
     if seed % 5 == 0:
         row["messages"] = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    adjust = partial(_open_after_stops, tokenizer.chat_template)
+    adjust = partial(open_after_stops, tokenizer.chat_template)
     expected = oracle.expected(forms(tokenizer, tools, kwargs), messages, specials, adjust)
     try:
         with warnings.catch_warnings():
@@ -150,7 +150,7 @@ def _is_refused(row: dict[str, Any], tokenizer: Any) -> bool:
     return False
 
 
-def _open_after_stops(
+def open_after_stops(
     template: str, render: oracle.Render, messages: list[dict[str, Any]], marks: list[Any]
 ) -> list[Any]:
     """From the end of what each message writes to the end of its turn, either is right."""
