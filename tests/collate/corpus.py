@@ -173,7 +173,7 @@ def open_after_stops(
             )
         else:
             marks[end:same] = [None] * (same - end)
-    if "generation" in template:  # which says whose white space is
+    if any(tag in template for tag in ("{% generation", "{%- generation")):  # which says whose white space is
         marks = [None if char.isspace() else mark for char, mark in zip(text, marks, strict=True)]
     return marks
 
