@@ -43,6 +43,8 @@ class TemplateFacts:
         supplied: The text between a later question and the start of generation in other modes (thinking or
             not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
             that prints an empty block which no prompt has, the text between the question and the answer.
+        opening: Those of them that are no continuation of the row's own prompt. Where one is, the own prompt
+            lets the model open reasoning or not.
         reasoning_key: The key of a message that the template prints as reasoning; "" if there is none.
         reads_tags: Of "<think>" and "" those behind which the template finds reasoning in a content itself.
         stop_tokens: Tokens on which generation stops, or texts where the tokenizer has no such token.
@@ -57,6 +59,7 @@ class TemplateFacts:
     after_answer: str
     after_past_answer: str
     supplied: tuple[str, ...]
+    opening: tuple[str, ...]
     reasoning_key: str
     reads_tags: tuple[str, ...]
     stop_tokens: tuple[str, ...]
@@ -110,6 +113,7 @@ class Probe:
             after_answer=after_answer,
             after_past_answer=after_past_answer,
             supplied=tuple(text for text in supplied if text != prompted_later),
+            opening=tuple(text for text in supplied if not text.startswith(prompted_later)),
             reasoning_key=next(iter(reasoned), ""),
             reads_tags=tuple(self._tags_read(next(iter(reasoned.values()), ""))),
             **self._closing(after_answer, after_past_answer, before_question),

@@ -330,15 +330,17 @@ class _TurnFinder:
     def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
         """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
 
-        They open reasoning or, where none follows, are an empty block of it. `before` is the text from the
-        start of the turn to the message's first leaf.
+        They open reasoning, unless the row's own prompt leaves it to the model whether to, or, where none
+        follows, are an empty block of it. `before` is the text from the start of the turn to the message's
+        first leaf.
         """
-        lengths = (overlap(prompt, before) for prompt in self.facts.supplied)
-        length = max((n for n in lengths if before[:n].strip()), default=0)
-        if not length or self.messages[index]["role"] != "assistant":
+        if not self.facts.supplied or self.messages[index]["role"] != "assistant":
             return 0
         thoughts = (place.start for place in self.layout.places if place.leaf.part == "reasoning")
-        if own and own[0] in thoughts:
+        reasons = own is not None and own[0] in thoughts
+        lengths = (overlap(one, before) for one in (self.facts.opening if reasons else self.facts.supplied))
+        length = max((n for n in lengths if before[:n].strip()), default=0)
+        if reasons or not length:
             return length
         self.notes.append("empty_reasoning")
         return 0 if self.options.empty_reasoning == "train" else length
