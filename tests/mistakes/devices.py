@@ -146,4 +146,11 @@ MISTAKES: list[Mistake] = [
         "        pass",
         ("tests/step/test_update.py::test_gradients_on_the_host_are_divided_by_the_scale",),
     ),
+    Mistake(
+        "bfloat16 is multiplied as it is where that takes a hundred times as long",
+        "loss/blocks.py",
+        'weight.is_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"',
+        "False",
+        ("tests/process/test_devices.py::test_a_cpu_keeps_the_products_that_are_fast_there",),
+    ),
 ]

@@ -265,4 +265,11 @@ MISTAKES = [
         "        varies = prompted is None and not (",
         ("tests/collate/test_prompts.py::test_of_prompts_that_vary_from_turn_to_turn_no_part_is_trained",),
     ),
+    Mistake(
+        "what opens reasoning in another mode is not trained where the model is to write it",
+        "collate/spans.py",
+        "(self.facts.opening if reasons else self.facts.supplied)",
+        "self.facts.supplied",
+        ("tests/collate/test_mask_oracle.py::test_what_a_prompt_supplies_is_not_trained",),
+    ),
 ]
