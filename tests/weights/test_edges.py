@@ -197,6 +197,7 @@ UNTRACEABLE: dict[str, Callable[[Any], Any]] = {
     "flipped": lambda t: t.flip(0),
     "indexed": lambda t: t[[2, 0, 1]],
     "a number": lambda t: float(t[0, 0]),
+    "rounded": lambda t: t.to(torch.bfloat16),
 }
 
 
@@ -205,6 +206,11 @@ def test_code_that_is_not_traced_says_so(name: str) -> None:
     UNTRACEABLE[name](torch.zeros(3, 4))
     with pytest.raises(provenance.UntraceableError):
         UNTRACEABLE[name](provenance.source("a", (3, 4), torch.float32))
+
+
+def test_a_cast_that_keeps_every_value_is_followed() -> None:
+    given = provenance.source("a", (3, 4), torch.bfloat16)
+    assert given[:2].float().pieces == given[:2].pieces
 
 
 def _check_padded(folder: Path) -> None:

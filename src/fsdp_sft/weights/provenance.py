@@ -130,6 +130,15 @@ def _same(tensor: Traced, *_: Any, **__: Any) -> Traced:
     return _like(tensor, tensor.shape, tensor.pieces)
 
 
+def _cast(tensor: Traced, *, dtype: torch.dtype | None = None, **_: Any) -> Traced:
+    """A cast that keeps every value: the bytes that are read are cast to the shard's dtype anyway."""
+    if dtype not in (None, tensor.dtype) and (
+        dtype != torch.float32 or tensor.dtype not in (torch.float16, torch.bfloat16)
+    ):
+        raise UntraceableError(f"it casts {tensor.dtype} to {dtype}")
+    return Traced(tuple(tensor.shape), dtype or tensor.dtype, tensor.pieces)
+
+
 def _slice(tensor: Traced, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Traced:
     """``tensor[start:end:step]`` along ``dim``: each piece keeps those of its indices that are taken."""
     dim %= tensor.ndim
@@ -207,14 +216,6 @@ def _permuted(tensor: Traced, order: Sequence[int]) -> Traced:
 
     pieces = [Piece(take(p.start), take(p.size), p.key, p.offset, take(p.stride)) for p in tensor.pieces]
     return _like(tensor, take(tensor.shape), pieces)
-
-
-def _permute(tensor: Traced, dims: Sequence[int]) -> Traced:
-    return _permuted(tensor, [d % tensor.ndim for d in dims])
-
-
-def _t(tensor: Traced) -> Traced:
-    return _permuted(tensor, range(tensor.ndim)[::-1])
 
 
 def _transpose(tensor: Traced, first: int, second: int) -> Traced:
@@ -388,11 +389,12 @@ def _into(values: Ints, position: int, value: int) -> Ints:
 
 _aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten._to_copy: _cast,
     _aten.alias: _same,
     _aten.cat: _cat,
     _aten.clone: _same,
     _aten.detach: _same,
-    _aten.permute: _permute,
+    _aten.permute: lambda tensor, dims: _permuted(tensor, [d % tensor.ndim for d in dims]),
     _aten.reshape: _view,
     _aten._reshape_alias: lambda tensor, shape, _: _view(tensor, shape),
     _aten._unsafe_view: _view,
@@ -402,7 +404,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.split_with_sizes: _split,
     _aten.squeeze: _squeeze,
     _aten.stack: _stack,
-    _aten.t: _t,
+    _aten.t: lambda tensor: _permuted(tensor, range(tensor.ndim)[::-1]),
     _aten.transpose: _transpose,
     _aten.unbind: _unbind,
     _aten.unsqueeze: _unsqueeze,
