@@ -46,6 +46,18 @@ MUSE = {
     "vision_config.pos_emb_width": 4,
 }
 
+INKLING = {
+    "text_config.unpadded_vocab_size": 97,
+    "text_config.rel_extent": 16,
+    "text_config.sliding_window_size": 16,
+    "text_config.swa_head_dim": 8,
+    "text_config.swa_num_attention_heads": 4,
+    "text_config.swa_num_key_value_heads": 2,
+    "vision_config.text_hidden_size": 32,
+    "vision_config.projection_hidden_dim": 32,
+    "vision_config.posemb_grid_size": 4,
+}
+
 QUERIES = {
     "num_query_tokens": 2,
     "image_token_index": PICTURE,
@@ -54,6 +66,20 @@ QUERIES = {
 }
 
 VISION: dict[str, dict[str, Any]] = {
+    "Apertus1p5ForConditionalGeneration": {
+        "vision_config.codebook_size": 8,
+        "vision_config.embed_dim": 8,
+        "vision_config.latent_channels": 8,
+        "vision_config.base_channels": 32,
+        "vision_config.channel_multiplier": [1, 1],
+        "audio_config.codebook_dim": 32,
+        "audio_config.codebook_size": 4,
+        "audio_config.num_filters": 2,
+        "image_token_id": 88,
+        "audio_token_id": 87,
+        "image_token_offset": 89,
+        "audio_token_offset": 97,
+    },
     "BlipForConditionalGeneration": {
         "text_config.encoder_hidden_size": 32,
         "text_config.projection_dim": 32,
@@ -160,6 +186,15 @@ VISION: dict[str, dict[str, Any]] = {
         "vision_config.out_hidden_size": 32,
         "vision_config.deepstack_visual_indexes": [0],
     },
+    "HYV4VLForConditionalGeneration": {
+        "text_config.rope_parameters": {**AXES, "mrope_section": [1, 1, 0]},
+        "text_config.index_head_dim": 8,
+        "text_config.index_n_heads": 2,
+        "text_config.index_topk": 16,
+        "vision_config.out_hidden_size": 32,
+        "vision_config.max_image_size": 32,
+        "vision_config.num_key_value_heads": 4,
+    },
     "HunYuanVLForConditionalGeneration": {
         "text_config.rope_parameters": {**AXES, "mrope_section": [1, 1, 1, 1]},
         "text_config.head_dim": 8,
@@ -167,16 +202,12 @@ VISION: dict[str, dict[str, Any]] = {
         "vision_config.text_hidden_size": 32,
         "vision_config.num_key_value_heads": 4,
     },
-    "Inkling2ForConditionalGeneration": {
-        "text_config.unpadded_vocab_size": 97,
-        "text_config.rel_extent": 16,
-        "text_config.sliding_window_size": 16,
-        "text_config.swa_head_dim": 8,
-        "text_config.swa_num_attention_heads": 4,
-        "text_config.swa_num_key_value_heads": 2,
-        "vision_config.text_hidden_size": 32,
-        "vision_config.projection_hidden_dim": 32,
-        "vision_config.posemb_grid_size": 4,
+    "Inkling2ForConditionalGeneration": INKLING,
+    "Inkling2LoopForConditionalGeneration": {
+        **INKLING,
+        "text_config.n_layers_per_attn_res_block": 1,
+        "text_config.loop_layer_index_start": 1,
+        "text_config.loop_layer_index_end": 2,
     },
     "JanusForConditionalGeneration": {
         **QUANTISER,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.models.auto import modeling_auto
 
@@ -109,6 +110,14 @@ def test_what_plain_transformers_loads_is_loaded(
 RATE = 0.05
 MAPPED = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 NAMES = sorted({name for name in MAPPED if isinstance(name, str) and not name.endswith("ForCausalLM")})
+ENCODER_DECODERS = {
+    "Florence2ForConditionalGeneration",
+    "PPFormulaNetForConditionalGeneration",
+    "Pix2StructForConditionalGeneration",
+    "T5Gemma2ForConditionalGeneration",
+    "UdopForConditionalGeneration",
+    "VisionEncoderDecoderModel",
+}
 
 
 def _batch(name: str, config: Any) -> dict[str, torch.Tensor]:
@@ -174,7 +183,7 @@ def _check_of_images(name: str, folder: Path, loss: float, expected: dict[str, t
     "name",
     [
         *("LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ENCODER_DECODERS),
     ],
 )
 @quiet()
@@ -186,3 +195,14 @@ def test_a_class_trains_on_text_and_comes_back(name: str, tmp_path: Path) -> Non
     except Exception as error:
         pytest.skip(f"plainly: {type(error).__name__}: {str(error)[:90]}")
     run_distributed(_check_of_images, 2, name, folder, loss, expected)
+
+
+@pytest.mark.parametrize("name", sorted(ENCODER_DECODERS))
+@quiet()
+def test_an_encoder_decoder_is_refused_by_name(name: str) -> None:
+    cls = getattr(transformers, name)
+    parts = {key: transformers.BertConfig() for key in ("encoder", "decoder") if name.startswith("Vision")}
+    with torch.device("meta"):
+        model = cls(cls.config_class(**{key: part.to_dict() for key, part in parts.items()}))
+    with pytest.raises(fs.ModelLossError, match=rf"{name} is an encoder-decoder.*loss_fn"):
+        fs.prepare_loss(model)
