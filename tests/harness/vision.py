@@ -27,8 +27,12 @@ HALF = {
 }
 # Multi-head latent attention: as many keys as queries, and a rotary head of its own.
 LATENT = {"text_config.head_dim": 4, "text_config.num_key_value_heads": 4, "text_config.qk_head_dim": 12}
-CODES = {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 32, "embed_dim": 32}
-QUANTISER = {f"vq_config.{name}": value for name, value in CODES.items()}
+QUANTISER = {
+    "vq_config.base_channels": 32,
+    "vq_config.channel_multiplier": [1, 1],
+    "vq_config.latent_channels": 32,
+    "vq_config.embed_dim": 32,
+}
 OMNI = {
     "audio_config.output_dim": 32,
     "audio_config.n_window": 4,
