@@ -25,8 +25,7 @@ def revert_weight_conversion(
     """
     from transformers.core_model_loading import revert_weight_conversion as revert
 
-    reverted: dict[str, torch.Tensor] = revert(model, state_dict)  # type: ignore[arg-type]
-    return reverted
+    return revert(model, state_dict)  # type: ignore
 
 
 def copy_weight_conversions(source: nn.Module, target: nn.Module) -> None:

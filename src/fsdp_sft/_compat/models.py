@@ -28,8 +28,7 @@ def original_class(model: nn.Module) -> type[nn.Module]:
     from torch.distributed.fsdp import FSDPModule
 
     bases: Any = type(model).__mro__
-    original: type[nn.Module] = next(base for base in bases if not issubclass(base, FSDPModule))
-    return original
+    return next(base for base in bases if not issubclass(base, FSDPModule))  # type: ignore[no-any-return]
 
 
 def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any:

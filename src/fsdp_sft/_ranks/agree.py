@@ -258,8 +258,7 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     """
     with agreed(phase, decide) as decision:
         decision.told = own()
-    result: T = decision.result
-    return result
+    return decision.result  # type: ignore[no-any-return]
 
 
 def _decided(
@@ -309,8 +308,7 @@ def _decided(
             f"{abridged(str(each) for _, each, *_ in failures)})"
         )
         raise first
-    result: T = decided
-    return result
+    return decided  # type: ignore[no-any-return]
 
 
 _Failure = tuple[float, int, str, bytes]  # when, on which rank, its text, the error pickled
@@ -439,8 +437,7 @@ def through_root(
         message = _send(group, child, message) or message
     if isinstance(message, Exception):
         raise message
-    answered: bytes = message
-    return answered
+    return message  # type: ignore[no-any-return]
 
 
 def _send(group: dist.ProcessGroup, peer: int, message: Any) -> RuntimeError | None:

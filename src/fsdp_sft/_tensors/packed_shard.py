@@ -72,8 +72,7 @@ class PackedShard(torch.Tensor):
         cls, rows: torch.Tensor, layout: PackedLayout, count: int, dtype: torch.dtype
     ) -> "PackedShard":
         size = (len(rows) // layout.rows_each, *layout.shape[1:])
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=rows.device)
-        return made  # type: ignore[no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=rows.device)
 
     def __init__(self, rows: torch.Tensor, layout: PackedLayout, count: int, dtype: torch.dtype) -> None:
         self.rows, self.lies, self.count, self.format = rows, layout, count, layout.form.name

@@ -92,8 +92,10 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, verbose: b
         return_token_type_ids=False,
         verbose=verbose,
     )
-    found = zip(batch["input_ids"], texts, batch.encodings or [], strict=True)
-    return [Tokens(ids, text, encoding, tokenizer) for ids, text, encoding in found]
+    return [
+        Tokens(ids, text, encoding, tokenizer)
+        for ids, text, encoding in zip(batch["input_ids"], texts, batch.encodings or [], strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ class EncodedChat:
     @property
     def num_targets(self) -> int:
         """Targets after the shift; the first token is never one, since no token precedes it."""
-        targets = self.labels[1:]
         # list.count, since a generator over the labels would take as long as rendering the template.
-        return len(targets) - targets.count(IGNORE_INDEX)
+        trained = len(self.labels) - self.labels.count(IGNORE_INDEX)
+        return trained - any(label != IGNORE_INDEX for label in self.labels[:1])
 
 
 def read_encoded(row: Any) -> EncodedChat:
@@ -128,7 +130,7 @@ def read_encoded(row: Any) -> EncodedChat:
 
     Raises:
         ValueError: If ids or labels are missing, belong not together or fit in no tensor, or if the row has
-            weights or shifted labels.
+            weights, shifted labels or padding.
     """
     given = vars(row) if isinstance(row, EncodedChat) else row
     if not isinstance(given, Mapping) or any(given.get(key) is None for key in ("input_ids", "labels")):
@@ -142,6 +144,12 @@ def read_encoded(row: Any) -> EncodedChat:
             f"{unread[0]} of a row are not read, and it would be trained without: add loss_weights to the "
             "batch that the collator makes, in a collate_fn of your own, and write shift_labels as "
             "labels=[-100, *shift_labels[:-1]]"
+        )
+    mask = given.get("attention_mask")
+    if mask is not None and 0 in (mask.tolist() if hasattr(mask, "tolist") else mask):
+        raise ValueError(
+            'the "attention_mask" of a tokenised row is 0 somewhere, and padding would be taken for text: '
+            "rows are padded in a batch, so tokenise without padding="
         )
     refuse_media(given)
     columns = (given["input_ids"], given["labels"])

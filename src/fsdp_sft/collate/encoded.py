@@ -167,7 +167,10 @@ def _digest_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeO
     about = {
         "format": _FORMAT_VERSION,
         "versions": [__version__, *map(version, ("transformers", "tokenizers"))],
-        "tokenizer": backend.to_str() if backend is not None else repr(tokenizer),
+        # Its padding and truncation are those of the last call, whoever made it.
+        "tokenizer": {**json.loads(backend.to_str()), "padding": None, "truncation": None}
+        if backend is not None
+        else repr(tokenizer),
         "special": tokenizer.special_tokens_map,
         "splits special tokens": getattr(tokenizer, "split_special_tokens", None),
         "templates": tokenizer.chat_template,

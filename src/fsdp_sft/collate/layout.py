@@ -200,10 +200,11 @@ def occurs(text: str, *texts: str) -> bool:
 
 
 def _spellings(*texts: str) -> Iterator[str]:
-    """The texts, and the first one as JSON and as Python's repr print it, without the quotes."""
+    """The texts, and the first one as in JSON, in Python's repr and in single quotes, without the quotes."""
     yield from texts
     yield json.dumps(texts[0], ensure_ascii=False)[1:-1]
     yield repr(texts[0])[1:-1]
+    yield repr(texts[0] + '"')[1:-2]  # Python takes double quotes only where a text has none
 
 
 def _mimics(messages: list[Message], template: ChatTemplate) -> bool:
@@ -302,9 +303,7 @@ class _Marker:
             return self._mark_text(value, "tool call")
         if isinstance(value, dict):
             return {key: self._mark_argument(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._mark_argument(item) for item in value]
-        return value
+        return [self._mark_argument(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _mark_text(self, text: str, part: str = "content") -> str:
         """The text with a sentinel for all of it but white space at its edges."""

@@ -71,12 +71,16 @@ def notes_of(
     lost = [leaf for leaf in found.dropped if leaf.part != "reasoning" or leaf.message >= question]
     if lost and options.on_dropped == "error":
         key = template.facts().reasoning_key if found.turns and lost[0].part == "reasoning" else ""
+        hint = (
+            f"give reasoning as {key!r}, which it prints; or "
+            if key not in ("", *found.messages[lost[0].message])
+            else ""
+        )
         raise ChatTemplateError(
             f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the "
             f"{lost[0].part} of message {lost[0].message}, {lost[0].texts[0][:60]!r}, so it would not be "
-            "trained: " + (f"give reasoning as {key!r}, which it prints; or " if key else "") + "pass a "
-            "chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or train "
-            "what is printed with on_dropped='count'",
+            f"trained: {hint}pass a chat_template= that prints it, leave the row out (filter_rows with "
+            "on_error='count'), or train what is printed with on_dropped='count'",
             reason="dropped_text",
         )
     if lost:

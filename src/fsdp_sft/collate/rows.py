@@ -135,10 +135,11 @@ def shape_of(row: Any) -> str:
             f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename "
             "the columns, or make messages of them"
         )
-    marked = [key for key in _OF_THE_ROW if row.get(key) is False and shape != "input_ids"]
-    if marked:
+    # The text of a False is that of numpy's and torch's, which a data set with a format has.
+    unwanted = {key for key in _OF_THE_ROW if str(row.get(key)) in ("False", "tensor(False)")}
+    if unwanted and shape != "input_ids":
         raise ValueError(
-            f'"{marked[0]}" is False, which marks an answer that is not wanted, and it would be trained: '
+            f'"{min(unwanted)}" is False, which marks an answer that is not wanted, and it would be trained: '
             "leave such rows out, or the column, if it means something else"
         )
     refuse_media(row)

@@ -327,9 +327,8 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """What matches the special tokens of a tokenizer, those without a name of their own among them."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    longest_first = map(re.escape, sorted(filter(None, added), key=len, reverse=True))
-    return re.compile("|".join(longest_first) or "(?!)")
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
+    return re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -339,5 +338,4 @@ def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Class and name of a tokenizer, for error messages."""
-    name = tokenizer.name_or_path
-    return f"{type(tokenizer).__name__} {name!r}" if name else type(tokenizer).__name__
+    return f"{type(tokenizer).__name__} {tokenizer.name_or_path!r}".removesuffix(" ''")

@@ -270,8 +270,7 @@ class _OnAllRanks(Gatherer):
         kind = tensor.device_mesh.device_type
         if own.device.type != kind:  # a shard that is kept on the host
             own = own.to(torch.device(kind, torch.accelerator.current_device_index()))
-        whole: torch.Tensor = sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()
-        return whole
+        return sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()  # type: ignore
 
     def attempt(self, action: Callable[[], T]) -> T:
         return action()

@@ -195,11 +195,10 @@ def losses_by_block(
             columns = labels[index[part], None]
             if head.bias is not None:
                 block.add_(head.bias)
-            if products.rounds:
-                _refine(block, rows[part], columns, head)
+            was_largest = _refine(block, rows[part], columns, head) if products.rounds else None
             factors = None if weights is None else weights[index[part], None]
             losses, is_largest = losses_of(block, columns, head.transform, terms, factors, gradients.any)
-            yield index[part], losses, is_largest
+            yield index[part], losses, is_largest if was_largest is None else was_largest
             if gradients.any and products.gain != 1:
                 block.mul_(gain)
             if gradients.bias is not None:
@@ -227,17 +226,23 @@ def _gain(
     return gain / (most * largest)
 
 
-def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: Head) -> None:
+def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: Head) -> torch.Tensor:
     """Compute the rounded logits that matter most again, in float32: those of the targets and the largest.
 
     bfloat16 moves a logit by up to 0.4 %. In the sum of exponentials the errors of the many logits average
     out, but not that of the largest, nor that of the target, which is subtracted by itself.
+
+    Returns:
+        Whether each target had its row's largest logit, all of them rounded, ``(C, 1)``.
     """
-    for column in (columns, _argmax(logits if head.transform.scale > 0 else -logits)):
+    largest = _argmax(logits if head.transform.scale > 0 else -logits)
+    is_largest = logits.gather(1, columns) == logits.gather(1, largest)
+    for column in (columns, largest):
         exact = head.weight[column.squeeze(1)].float().mul_(hidden).sum(-1, keepdim=True)
         if head.bias is not None:
             exact.add_(head.bias[column])
         logits.scatter_(1, column, exact)
+    return is_largest
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -125,14 +125,13 @@ def num_tokens(batch: Any, needs_ids: bool = True) -> int:
     """Number of tokens of a batch, without padding (by its mask ``(B, S)``) or a pack's filler.
 
     Raises:
-        BatchError: If it has neither a mask nor ``input_ids``; 0 tokens instead if not ``needs_ids``.
+        BatchError: If it has neither a mask nor ``input_ids``, or these are empty, unless not ``needs_ids``.
     """
-    counted = counted_tokens(batch)
+    ids, counted = batch.get("input_ids") if isinstance(batch, Mapping) else None, counted_tokens(batch)
+    if needs_ids and (not ids.numel() if isinstance(ids, torch.Tensor) else counted is None):
+        raise BatchError(f"a batch needs 'input_ids' of a token at least, got {_seen(batch)}")
     if counted is not None:
         return int(counted.sum())
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if needs_ids and not isinstance(ids, torch.Tensor):
-        raise BatchError(f"a batch needs 'input_ids', got {_seen(batch)}")
     return ids.numel() if isinstance(ids, torch.Tensor) else 0
 
 
@@ -273,8 +272,7 @@ def _checked(batch: Batch, name: str) -> torch.Tensor:
             "the loss shifts labels itself. Nested rows are to be padded "
             f"(torch.nested.to_padded_tensor) or packed (PackedCollator); {_OWN_LOSS}"
         )
-    checked: torch.Tensor = labels
-    return checked
+    return labels  # type: ignore[no-any-return]
 
 
 def _said(value: Any) -> str:

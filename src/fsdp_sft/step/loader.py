@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, world_size
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, mesh_of_job
+from fsdp_sft.collate.options import check_count
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.window import begun_late, num_rows, to_device
 
@@ -72,10 +73,9 @@ def windows(
     mesh = mesh_of_job(mesh)
     if loader is None and cp_rank(mesh) == 0:
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
-    accumulated = _accumulated(loader, global_batch, mesh) if global_batch is not None else grad_accum_steps
-    if not isinstance(accumulated, int) or accumulated < 1:
-        raise ValueError(f"a window has a positive number of micro-batches, got {accumulated!r}")
-    return _windows(loader, accumulated, mesh, map_fn, meter)
+    if global_batch is not None:
+        grad_accum_steps = _accumulated(loader, check_count("global_batch", global_batch), mesh)
+    return _windows(loader, check_count("grad_accum_steps", grad_accum_steps), mesh, map_fn, meter)
 
 
 def _accumulated(loader: Any, global_batch: int, mesh: DeviceMesh | None) -> int:

@@ -55,6 +55,11 @@ class Objective:
         finally:
             OF_WHOLE_ROWS.reset(before)
         loss, named = result if isinstance(result, tuple) else (result, {})
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and isinstance(named, Mapping)):
+            raise TypeError(
+                "loss_fn must return the sum of a batch's losses, a tensor of one number, or (it, a dict of "
+                f"metrics), as is loss_sum(...)[0]; got {type(loss).__name__} and {type(named).__name__}"
+            )
         summed = loss.reshape(())
         metrics = {
             name: torch.as_tensor(value, dtype=torch.float64, device=summed.device).detach().reshape(())

@@ -53,8 +53,7 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
     if replicated is not None:
         # DistributedDataParallel(static_graph=True) fails an assertion in torch if the first backward runs
         # under no_sync.
-        defers = mode != "all" and not replicated.static_graph
-        with replicated.no_sync() if defers else nullcontext():
+        with replicated.no_sync() if mode != "all" and not replicated.static_graph else nullcontext():
             yield
         return
     model = unwrapped(model)
@@ -139,16 +138,14 @@ def checked_optimizers(
     optimizers = as_list(optimizer)
     reshard(model)  # a gathered parameter is another tensor than its shard
     names = parameter_names(model)
-    all_stepped = stepped_by(*optimizers)
-    stepped = set(all_stepped)
+    stepped = set(all_stepped := stepped_by(*optimizers))
     if len(stepped) < len(all_stepped):  # within one group torch only warns
         raise OptimizerError(
             f"{len(all_stepped) - len(stepped)} parameters are held more than once, by one optimizer or by "
             "two, and would be stepped as often: give each to one, once"
         )
     left_out = [name for p, name in names.items() if p.requires_grad and p not in stepped]
-    foreign = stepped - names.keys()
-    if foreign and left_out:
+    if (foreign := stepped - names.keys()) and left_out:
         raise OptimizerError(
             f"the optimizer has {len(foreign)} tensors that are none of the model's parameters, and lacks "
             f"{len(left_out)} that require gradients ({abridged(left_out)}): sharding has "
@@ -163,10 +160,16 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
 
     Raises:
         OptimizerError: If one belongs to another optimizer, as to one that was made before sharding.
+        TypeError: If one has no ``step()`` without arguments.
     """
-    given: Sequence[Any] = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+    given = scheduler if isinstance(scheduler, Sequence) else [scheduler]
     schedulers = [one for one in given if one is not None]
     for one in schedulers:
+        if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(one, "step"):
+            raise TypeError(
+                f"train_step calls step() of a scheduler; {type(one).__name__} has none, or one that takes a "
+                "metric: leave it out here, and step it with the loss of an evaluation"
+            )
         groups = getattr(getattr(one, "optimizer", None), "param_groups", None)
         if groups is not None and not any(groups is each.param_groups for each in optimizers):
             raise OptimizerError(

@@ -96,12 +96,11 @@ def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup 
             caller's own: it then counts as 0 tokens.
         group: Ranks that share the rows; each counts the targets and tokens of its part. None if none do.
     """
-    is_own, count_fn = objective.is_own, objective.count_fn
-    first = group is None or group.rank == 0
+    is_own, first = objective.is_own, group is None or group.rank == 0
     found = []
     for given, seen in zip(batches, on_host(batches), strict=True):
         part = seen if is_own or group is None else part_of(seen, group)
-        targets = num_targets(part) if count_fn is None else float(count_fn(given))
+        targets = num_targets(part) if objective.count_fn is None else float(objective.count_fn(given))
         if not 0 <= targets < math.inf:
             raise ValueError(f"count_fn must return a batch's targets, or their weight, got {targets}")
         targets = targets if first or objective.knows_accuracy else 0.0

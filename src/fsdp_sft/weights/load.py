@@ -264,7 +264,10 @@ def load_pretrained(
             trust_remote_code=trust_remote_code,
             new_vocab_size=new_vocab_size,
         )
-        model.name_or_path = model.config.name_or_path = os.path.expanduser(name_or_path)
+        # That of a folder is absolute; a model of the Hub keeps its own, and not its snapshot's.
+        model.name_or_path = model.config.name_or_path = (
+            model.name_or_path if os.path.isdir(os.path.expanduser(name_or_path)) else os.fspath(name_or_path)
+        )
         towers = freeze_towers_of(model) if freeze_towers else []
         if peft_config is not None:
             model = add_adapters(model, peft_config)

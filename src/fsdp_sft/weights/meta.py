@@ -117,7 +117,8 @@ def build(
     cls, config, quantised = _class_and_config(
         name, revision, attn_implementation, trust_remote_code, config_overrides
     )
-    config.name_or_path = name
+    # Exports look there for what is not trained, wherever the process has gone since.
+    config.name_or_path = os.path.abspath(name) if os.path.isdir(name) else name
     old_rows = 0 if new_vocab_size is None else _add_tokens(config, new_vocab_size)
     with read_by_transformers(name, "config"):
         model = build_like_from_pretrained(cls, config, dtype)
@@ -135,7 +136,7 @@ def build(
                 f"{weight.shape[0]} rows; resize it with transformers, save it, and load that"
             )
     _tie(model, checkpoint)
-    model.name_or_path = name
+    model.name_or_path = config.name_or_path
     if quantised is not None:
         record_of(model).keep(quantised)
     keep_config(model)

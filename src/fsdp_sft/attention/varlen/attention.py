@@ -242,5 +242,4 @@ def _varlen(
     options["window_size"] = (-1 if rows.sliding_window == rows.longest else rows.sliding_window - 1, 0)
     rows_of_both: Any = (rows.offsets, rows.offsets, rows.longest, rows.longest)
     out: Any = varlen_attn(*tokens, *rows_of_both, scale=scale, **options)  # type: ignore[arg-type]
-    result: torch.Tensor = out[..., :size]
-    return result
+    return out[..., :size]  # type: ignore[no-any-return]
