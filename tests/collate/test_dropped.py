@@ -16,10 +16,11 @@ TEMPLATE = (
     "{% set last = namespace(user=-1) %}{% for message in messages %}{% if message.role == 'user' %}"
     "{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    "{% if message.reasoning_content and loop.index0 > last.user %}"
+    "{% if message.reasoning_content and loop.index0 > last.user and not message.tool_calls %}"
     "{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}"
     "{% if message.tool_calls %}{% for call in message.tool_calls %}"
-    "{{ call.function.name + '(' + call.function.arguments.city + ')' }}{% endfor %}"
+    """{{ call.function.name + "('" + call.function.arguments.city.replace("'", "\\\\'") + "')" }}"""
+    "{% endfor %}"
     "{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -51,6 +52,10 @@ def thinking(row: dict[str, Any], at: int, key: str = "reasoning_content") -> di
     [
         (with_call("I look"), "the content of message 1, 'I look'"),
         (with_call(other="x"), "the tool call of message 1, 'x'"),
+        (
+            thinking(with_call(), 1),
+            "message 1, 'let me see', so it would not be trained: pass a chat_template=",
+        ),
     ],
 )
 def test_a_text_that_is_not_printed_is_refused(row: dict[str, Any], says: str) -> None:
@@ -78,7 +83,13 @@ def test_reasoning_that_is_not_printed_is_refused(key: str) -> None:
 
 
 def test_what_is_printed_is_no_loss() -> None:
-    for row in (with_call(), with_call("  \n"), thinking(chat("q", "a"), 1), chat("q", "a", "r", "")):
+    for row in (
+        with_call(),
+        with_call(city="John's"),
+        with_call("  \n"),
+        thinking(chat("q", "a"), 1),
+        chat("q", "a", "r", ""),
+    ):
         assert encode_chat(row, tokenizer()).notes == ()
 
 

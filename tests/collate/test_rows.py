@@ -246,6 +246,7 @@ def test_an_answer_that_another_tool_would_not_train(key: str, shape: str) -> No
             r'"kto_tag" is False, which marks an answer that is not wanted',
         ),
         ({"prompt": "q", "completion": "a", "label": False}, r'"label" is False'),
+        ({"prompt": "q", "completion": "a", "label": torch.tensor(False)}, r'"label" is False'),
         (
             {"messages": [*chat("q")["messages"], {"role": "assistant", "content": "a", "loss": 0.5}]},
             "loss says",

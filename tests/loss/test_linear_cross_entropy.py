@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
+from fsdp_sft.loss.linear import head_losses
 from tests.harness.device import device_type
 from tests.harness.losses import (
     Largest,
@@ -66,6 +67,11 @@ def test_a_bfloat16_loss_is_right_to_four_digits(rows: int, size: float) -> None
     assert relative_error(fs.linear_cross_entropy_sum(hidden, weight, labels), expected) < 1e-4
 
 
+def test_what_bfloat16_logits_predict_counts_as_right() -> None:
+    hidden, weight, *_ = draw_head(torch.bfloat16, rows=1024)
+    assert int(head_losses(hidden, weight, (hidden @ weight.T).argmax(-1), chunk_size=1024)[1]) == 1024
+
+
 def test_certain_and_hopeless_targets_have_finite_losses() -> None:
     hidden = torch.tensor([[200.0], [-200.0], [1e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.0]])
@@ -74,8 +80,9 @@ def test_certain_and_hopeless_targets_have_finite_losses() -> None:
     assert float(loss.detach()) == pytest.approx(0 + 400 + 2e4)
     loss.backward()
     assert torch.isfinite(hidden.grad).all()
-    precise = fs.linear_cross_entropy_sum(torch.tensor([[12.0]]), weight[:2], torch.tensor([0]))
-    assert float(precise) == pytest.approx(math.log1p(math.exp(-24)), rel=1e-3, abs=6e-8)
+    assert float(
+        fs.linear_cross_entropy_sum(torch.tensor([[12.0]]), weight[:2], labels[:1])
+    ) == pytest.approx(math.log1p(math.exp(-24)), rel=1e-3, abs=6e-8)
 
 
 def test_without_targets_gradients_are_zero_and_connected() -> None:

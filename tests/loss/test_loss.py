@@ -165,8 +165,8 @@ def test_shift_labels_and_batches_without_targets() -> None:
     losses = fs.token_losses(model, batch)
     shifted = {**batch, "shift_labels": F.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
     assert torch.equal(fs.token_losses(model, shifted)[:, :-1], losses[:, 1:])
-    weighted = {**batch, "loss_weights": torch.rand(batch["labels"].shape)}
-    assert torch.equal(fs.token_losses(model, weighted), losses), "weights are the caller's to apply"
+    # Weights are the caller's to apply.
+    assert torch.equal(fs.token_losses(model, {**batch, "loss_weights": torch.rand(losses.shape)}), losses)
     total = fs.token_losses(model, {**batch, "labels": torch.full_like(batch["labels"], -100)}).sum()
     total.backward()
     assert float(total) == 0
@@ -177,19 +177,22 @@ def test_shift_labels_and_batches_without_targets() -> None:
 
 def test_what_cannot_be_given_is_refused() -> None:
     model, batch = tiny_model("llama"), ragged_batches(1)[0]
-    packed = {**BATCHES[PACKED], "attention_mask": torch.ones_like(BATCHES[PACKED]["input_ids"])}
     for error, message, one, given in (
         (fs.BatchError, "needs 'labels'", model, {"input_ids": batch["input_ids"]}),
         (fs.BatchError, "must be aligned", model, {**batch, "labels": batch["labels"][:, 1:]}),
         (fs.ModelLossError, "encoder-decoder", tiny_model("t5"), batch),
         (ValueError, r"-100 or in \[0, 101\)", model, {**batch, "labels": batch["labels"] + 2 * VOCAB}),
-        (fs.PackingError, "position_ids", model, packed),
+        (
+            fs.PackingError,
+            "position_ids",
+            model,
+            {**BATCHES[PACKED], "attention_mask": torch.ones_like(BATCHES[PACKED]["input_ids"])},
+        ),
     ):
         with pytest.raises(error, match=message):
             fs.token_losses(one, given)
-    losses = fs.token_losses(model, batch)
     with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(losses.sum(), [*model.parameters()], create_graph=True)
+        torch.autograd.grad(fs.token_losses(model, batch).sum(), [*model.parameters()], create_graph=True)
 
 
 def test_a_second_backward_works_where_the_graph_is_kept() -> None:

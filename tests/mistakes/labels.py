@@ -15,9 +15,37 @@ MISTAKES = [
     Mistake(
         "an answer that is marked as unwanted is trained",
         "collate/rows.py",
-        "    if marked:\n",
+        '    if unwanted and shape != "input_ids":\n',
         "    if False:\n",
         ("tests/collate/test_rows.py",),
+    ),
+    Mistake(
+        "a False of torch's is none",
+        "collate/rows.py",
+        'str(row.get(key)) in ("False", "tensor(False)")',
+        "row.get(key) is False",
+        ("tests/collate/test_rows.py",),
+    ),
+    Mistake(
+        "padding of a tokenised row is taken for text",
+        "collate/encode.py",
+        "    if mask is not None and 0 in (",
+        "    if mask is not None and 2 in (",
+        ("tests/collate/test_hostile.py",),
+    ),
+    Mistake(
+        "text in single quotes is not found",
+        "collate/layout.py",
+        "    yield repr(texts[0] + '\"')[1:-2]",
+        "    yield repr(texts[0])[1:-1]",
+        ("tests/collate/test_dropped.py",),
+    ),
+    Mistake(
+        "the key of an encoding holds the padding of the tokenizer's last call",
+        "collate/encoded.py",
+        '"padding": None, "truncation": None}',
+        '"truncation": None}',
+        ("tests/collate/test_encoded.py",),
     ),
     Mistake(
         "a rank other than the first warns of rows",

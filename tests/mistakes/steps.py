@@ -197,9 +197,37 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a count of the caller's own left aside",
         "step/window.py",
-        "targets = num_targets(part) if count_fn is None else float(count_fn(given))",
+        "targets = num_targets(part) if objective.count_fn is None else float(objective.count_fn(given))",
         "targets = num_targets(part)",
         ("tests/step/test_own_loss.py",),
+    ),
+    Mistake(
+        "a scheduler that takes a metric fails behind the update",
+        "step/update.py",
+        "        if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau) or ",
+        "        if ",
+        ("tests/step/test_update.py",),
+    ),
+    Mistake(
+        "a batch without a row reaches the forward of one rank",
+        "loss/counting.py",
+        "(not ids.numel() if isinstance(ids, torch.Tensor) else counted is None)",
+        "(not isinstance(ids, torch.Tensor) and counted is None)",
+        ("tests/step/test_own_loss.py",),
+    ),
+    Mistake(
+        "a logit that only rounding has lifted counts as larger than the target's",
+        "loss/blocks.py",
+        "is_largest if was_largest is None else was_largest",
+        "is_largest",
+        ("tests/loss/test_linear_cross_entropy.py",),
+    ),
+    Mistake(
+        "a base by a relative path is lost where the process goes elsewhere",
+        "weights/meta.py",
+        "os.path.abspath(name) if os.path.isdir(name) else name",
+        "name",
+        ("tests/weights/test_load.py",),
     ),
     Mistake(
         "labels read where a batch has its targets",

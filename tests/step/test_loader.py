@@ -48,7 +48,7 @@ def test_windows_keep_ranks_together() -> None:
             call()
     loader = DataLoader(list(range(24)), 2)
     for given, match in (
-        ({"grad_accum_steps": 0}, "a positive number of micro-batches, got 0"),
+        ({"grad_accum_steps": 0}, "grad_accum_steps must be an integer of at least 1, got 0"),
         ({}, "one of the two"),
         ({"grad_accum_steps": 1, "global_batch": 8}, "one of the two"),
         (

@@ -157,7 +157,17 @@ def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -
         ({"loss_fn": strange_loss, "count_fn": count_on_one_rank}, KeyError, "targets"),
         ({"loss_fn": strange_loss, "count_fn": lambda b: None}, TypeError, "NoneType"),
         ({"loss_fn": strange_loss, "count_fn": lambda b: -rank}, ValueError, "their weight, got -1"),
-        ({"loss_fn": lambda m, b: m(b.idx), "count_fn": strange_count}, RuntimeError, "shape"),
+        ({"loss_fn": lambda m, b: m(b.idx), "count_fn": strange_count}, TypeError, "tensor of one number"),
+        (
+            {"loss_fn": lambda m, b: (strange_loss(m, b), 3), "count_fn": strange_count},
+            TypeError,
+            r"as is loss_sum\(...\)\[0\]; got Tensor and int",
+        ),
+        (
+            {"micro_batches": [dict.fromkeys(("input_ids", "labels"), window[0].idx[: 2 - 2 * rank])]},
+            fs.BatchError,
+            "of a token at least, got .*input_ids",
+        ),
     ):
         with pytest.raises(error, match=message):
             fs.train_step(model, **{"micro_batches": window, "optimizer": optimizer, **options})

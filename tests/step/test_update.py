@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from torch.optim.lr_scheduler import LambdaLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
 from transformers.optimization import Adafactor
 
 import fsdp_sft as fs
@@ -112,12 +112,14 @@ def test_what_could_not_be_stepped_is_refused_before_anything_changes() -> None:
     model, window = tiny_model("llama"), ragged_batches(2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for message, kind, optimizer in (
-        ("empty list", ValueError, []),
-        ("must be an optimizer", TypeError, [sgd, "adamw"]),
+    for message, kind, options in (
+        ("empty list", ValueError, {"optimizer": []}),
+        ("must be an optimizer", TypeError, {"optimizer": [sgd, "adamw"]}),
+        ("takes a metric", TypeError, {"optimizer": sgd, "scheduler": ReduceLROnPlateau(sgd)}),
+        ("function has none", TypeError, {"optimizer": sgd, "scheduler": lambda step: 1.0}),
     ):
         with pytest.raises(kind, match=message):
-            fs.train_step(model, window, optimizer)
+            fs.train_step(model, window, **options)
         assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters()), message
     other = LambdaLR(torch.optim.SGD(model.parameters(), lr=1.0), lambda _: 1.0)
     with pytest.raises(fs.OptimizerError, match="an optimizer that train_step was not given"):

@@ -1,5 +1,6 @@
 """load_weights: bitwise what plain from_pretrained loads, on any ranks, and no byte more than needed."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -231,15 +232,14 @@ def test_loading_again_after_an_evaluation(tmp_path: Path) -> None:
 
 
 def _check_pretrained(folder: Path) -> None:
-    model = load_pretrained(folder, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
+    model = load_pretrained(os.path.relpath(folder), mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
     parts = composed(folder, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
     assert difference(model, plain(folder)) == []
     assert difference(model, parts) == []
-    assert model.load_report.sources == parts.load_report.sources
+    assert (model.load_report.sources, model.name_or_path) == (parts.load_report.sources, str(folder))
     assert fs.train_step(parts, ragged_batches(3), torch.optim.AdamW(parts.parameters(), lr=1e-3)).loss > 0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert not fs.train_step(model, ragged_batches(3), torch.optim.AdamW(model.parameters(), lr=1e-3)).skipped
     assert fs.loss_sum(model, ragged_batches(2)[0])[0].isfinite()
-    assert fs.train_step(model, ragged_batches(3), optimizer).skipped is False
 
 
 @pytest.mark.accelerator
