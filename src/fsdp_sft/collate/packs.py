@@ -62,12 +62,10 @@ def filler_of(batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
         or len(positions) not in (1, len(ids))
     ):
         return None
-    begins = torch.nn.functional.pad(positions.expand(ids.shape).diff(dim=-1) != 1, (1, 0))
-    row = begins.cumsum(-1)
+    row = torch.nn.functional.pad(positions.expand(ids.shape).diff(dim=-1) != 1, (1, 0)).cumsum(-1)
     last = row == row[:, -1:]
     alike = ((ids == ids[:, -1:]) | ~last).all(-1, keepdim=True)
-    told = (last & (targets != IGNORE_INDEX)).any(-1, keepdim=True)
-    return last & alike & ~told
+    return last & alike & ~(last & (targets != IGNORE_INDEX)).any(-1, keepdim=True)
 
 
 def _positions(batch: Any) -> torch.Tensor | None:

@@ -102,8 +102,7 @@ class Probe:
         # Not prompted[len(asked):], because some templates end a rendering without a prompt differently.
         skip = common_length(asked, prompted)
         is_headed = bool(prompted[skip:].strip())
-        begin = skip if is_headed else 0
-        headers = [header[begin:] for header in (prompted, shared, shared_past)]
+        headers = [header[skip if is_headed else 0 :] for header in (prompted, shared, shared_past)]
         varies = not (prompted.startswith(prompted_later) or prompted_later.startswith(prompted))
         reasoned = self._reasoned()
         supplied = dict.fromkeys(self._supplied(before_answer, list(reasoned.values())))

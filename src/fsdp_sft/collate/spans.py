@@ -202,6 +202,7 @@ class _TurnFinder:
         layout: Places of the texts in the rendering.
         options: Whether an empty block of reasoning is part of a turn.
         notes: Names of notes on the row.
+        closings: What ends a rendering behind an answer, by the text behind it and the roles there.
     """
 
     template: ChatTemplate
@@ -211,6 +212,7 @@ class _TurnFinder:
     layout: Layout
     options: EncodeOptions
     notes: list[str] = field(default_factory=list)
+    closings: dict[tuple[str, ...], str | None] = field(default_factory=dict)
 
     def starts(self, text: str, extents: list[MessageSpan]) -> dict[int, int | None]:
         """Where each message begins behind its `floor`, by the generation prompt; None if unknown.
@@ -254,8 +256,7 @@ class _TurnFinder:
                 f"message {index} does not come after the generation prompt or anything like it; "
                 "is it a second assistant message in a row, or one that follows a tool's?"
             )
-        before = text[floor + start : own[0] if own else ceiling]
-        begin = floor + start + self._supplied(index, before, own)
+        begin = floor + start + self._supplied(index, text[floor + start : own[0] if own else ceiling], own)
         last = own[1] if own else floor
         stop_start, end = (
             last + edge for edge in self._stop(index, text[last:ceiling], last, max(0, begin - last), own)
@@ -309,23 +310,33 @@ class _TurnFinder:
             if self.messages[index]["role"] == "assistant" or not after[:at].strip():
                 end = at - length
                 if self.facts.stop_has_more:  # the last of them, if it closes this turn and not a later one
-                    closing = self._rendered_after(index + 1, last, prompt=False) or ""
-                    more = after.find(str(self.facts.end_of_turn), end, common_length(closing, after))
+                    until = common_length(self._closing(index, after, last) or "", after)
+                    more = after.find(str(self.facts.end_of_turn), end, until)
                     end = more + len(str(self.facts.end_of_turn)) if more >= 0 else end
                 return at, end
         if own and "tool_calls" not in self.messages[index]:
             tail = self._edges(index)[1]
             endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
-            kept = len(tail) if after.startswith(endings) else 0
-            return kept, kept
-        ending = self._rendered_after(index + 1, last, prompt=False)
+            return (len(tail), len(tail)) if after.startswith(endings) else (0, 0)
+        ending = self._closing(index, after, last)
         if ending is None or not after.startswith(ending):
-            what = "the tool calls of message" if own else "the blank message"
-            raise self.template.error(f"no end-of-turn token comes after {what} {index}")
-        ending = ending.rstrip()
-        end = max(first, len(ending))
-        token = re.search(rf"(?:{self.template.special_token.pattern})$", ending)
+            raise self.template.error(
+                f"no end-of-turn token comes after the {'tool calls of' if own else 'blank'} message {index}"
+            )
+        end = max(first, len(ending.rstrip()))
+        token = re.search(rf"(?:{self.template.special_token.pattern})\s*$", ending)
         return max(first, token.start() if token else end), end
+
+    def _closing(self, index: int, after: str, last: int) -> str | None:
+        """What is printed behind the leaf that ends at `last` if the conversation ends with its message.
+
+        It is looked up where the same text stood behind a message of the same role, in front of one of the
+        same role: a row of many calls would else take a rendering for each.
+        """
+        alike = (after, *(message["role"] for message in self.messages[index : index + 2]))
+        if alike not in self.closings:
+            self.closings[alike] = self._rendered_after(index + 1, last, prompt=False)
+        return self.closings[alike]
 
     def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
         """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
