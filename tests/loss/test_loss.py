@@ -188,6 +188,12 @@ def test_what_cannot_be_given_is_refused() -> None:
             model,
             {**BATCHES[PACKED], "attention_mask": torch.ones_like(BATCHES[PACKED]["input_ids"])},
         ),
+        (
+            fs.PackingError,
+            r"position_ids \(3, B, S\)",
+            model,
+            {**BATCHES[PACKED], "position_ids": BATCHES[PACKED]["position_ids"].expand(3, -1, -1)},
+        ),
     ):
         with pytest.raises(error, match=message):
             fs.token_losses(one, given)

@@ -376,7 +376,7 @@ class TestMetricLogger:
             (first,) = strict_lines(path)
             assert time.time() - 60 < first.pop("time") <= time.time()
             assert first == {"step": 1, "loss": 2.5, "n": 3, "mfu": None}
-            logger.log({"phase": "eval\nα", "skipped": True}, step=2)
+            logger.log({"phase": "eval\nα", "skipped": True}, step=torch.tensor(2))
             logger.log({"a": math.nan, "b": math.inf, "c": torch.tensor(-math.inf)}, 3)
         _, second, third = strict_lines(path)
         assert {**second, "time": 0} == {"step": 2, "time": 0, "phase": "eval\nα", "skipped": True}

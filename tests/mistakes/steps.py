@@ -223,6 +223,20 @@ MISTAKES: list[Mistake] = [
         ("tests/loss/test_linear_cross_entropy.py",),
     ),
     Mistake(
+        "a pack whose rows begin on three axes is trained as one row",
+        "collate/packs.py",
+        "        and bool((axes[..., 1:].amax(0) == 0).any())",
+        "        and bool((axes[..., 1:].amax(0) < 0).any())",
+        ("tests/loss/test_loss.py",),
+    ),
+    Mistake(
+        "layers that predict further tokens are refused at a depth that transformers does not know",
+        "weights/plan.py",
+        "    for number in range(max((getattr(text, key, 0) or 0 for key in MTP_LAYERS), default=0)):",
+        "    for number in range(0):",
+        ("tests/weights/test_odd_folders.py",),
+    ),
+    Mistake(
         "a base by a relative path is lost where the process goes elsewhere",
         "weights/meta.py",
         "os.path.abspath(name) if os.path.isdir(name) else name",

@@ -56,8 +56,7 @@ def auto_config(name: str, *, kind: str | None = None, **options: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     revision: Any = options.get("revision")
-    said = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
-    _check_counts(said, name)
+    _check_counts(PreTrainedConfig.get_config_dict(name, revision=revision)[0], name)
     if kind is None:
         return AutoConfig.from_pretrained(name, **options)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:

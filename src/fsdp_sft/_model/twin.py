@@ -49,6 +49,10 @@ def tied_meta_twin(model: Any, config: Any = None) -> nn.Module:
         return original_class(model)(copy.deepcopy(model.config if config is None else config))
 
 
+# Fields of configs that count the layers behind the last one, which predict further tokens (MTP).
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
 def text_config(model: nn.Module) -> Any:
     """The config of the part of a model that reads text; None for a model without a config."""
     config: Any = getattr(unwrapped(model), "config", None)

@@ -106,7 +106,7 @@ def _with_boundaries(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> A
         return None
     if positions.ndim == 3 and len(positions) == 4:  # of text, before those of three axes
         positions = positions[0]
-    if positions.ndim != 2:
+    if positions.ndim > 2:
         return None
     ids: Any = next(
         (kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None), positions

@@ -24,9 +24,22 @@ def refuse_masked_pack(batch: Any) -> None:
     """Refuse a pack with an attention mask ``(B, S)``, with which transformers ignores where rows begin.
 
     Raises:
-        PackingError: If positions restart among the tokens that the mask does not hide.
+        PackingError: If positions restart among the tokens that the mask does not hide, or are those of three
+            axes alone, from which no model tells rows apart.
     """
     positions = _positions(batch)
+    axes = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if (
+        isinstance(axes, torch.Tensor)
+        and axes.ndim == 3
+        and len(axes) == 3
+        and batch.get("attention_mask") is None
+        and bool((axes[..., 1:].amax(0) == 0).any())
+    ):
+        raise PackingError(
+            "a batch has position_ids (3, B, S) that begin anew on all axes, as packed rows have: models "
+            "tell rows apart by the positions of the text alone. Give (4, B, S), these in front"
+        )
     mask = batch.get("attention_mask") if positions is not None else None
     if positions is None or not isinstance(mask, torch.Tensor) or mask.shape != positions.shape:
         return

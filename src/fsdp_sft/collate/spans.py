@@ -156,8 +156,7 @@ def _wanted(conversation: Conversation, options: EncodeOptions) -> set[int]:
     """Indices of the messages whose role is trained and that are not switched off."""
     roles = options.train_on if isinstance(options.train_on, tuple) else ("assistant",)
     indices = [i for i, message in enumerate(conversation.messages) if message["role"] in roles]
-    indices = indices[-1:] if options.train_on == "last" else indices
-    return {index for index in indices if conversation.trained[index]}
+    return {i for i in indices[-1 if options.train_on == "last" else 0 :] if conversation.trained[i]}
 
 
 def _not_in_the_text(conversation: Conversation, messages: list[Message], text: str) -> list[TextSlot]:
@@ -168,8 +167,9 @@ def _not_in_the_text(conversation: Conversation, messages: list[Message], text: 
             'to be trained: give the roles, such as train_on={"user", "assistant"}, where a weight of 0 says '
             'so; join a prompt that is a list of messages: {"messages": row["prompt"] + row["completion"]}'
         )
-    leaves, _ = mark_texts(messages, set(ROLES), blanks=False)
-    return [leaf for leaf in leaves if not occurs(text, *leaf.texts)]
+    return [
+        leaf for leaf in mark_texts(messages, set(ROLES), blanks=False)[0] if not occurs(text, *leaf.texts)
+    ]
 
 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
@@ -405,8 +405,11 @@ def _tags_by_message(
     for start, end in tags:
         inside = [place for place in places if place.start < end and place.end > start]
         owners = {place.leaf.message for place in inside}
-        whole = all(start <= place.start and place.end <= end for place in inside)
-        if not whole or len(owners) > 1 or any(messages[index]["role"] != "assistant" for index in owners):
+        if (
+            len(owners) > 1
+            or any(place.start < start or end < place.end for place in inside)
+            or any(messages[index]["role"] != "assistant" for index in owners)
+        ):
             return {}
         for index in owners:
             owned.setdefault(index, []).append((start, end))

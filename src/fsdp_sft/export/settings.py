@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class, tied_names
 from fsdp_sft._model.state import ModelTensors
-from fsdp_sft._model.twin import tied_meta_twin
+from fsdp_sft._model.twin import MTP_LAYERS, tied_meta_twin
 from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._quantised.settings import CONFIG, read_settings
@@ -179,7 +179,6 @@ def export_config(model: Any, content: ModelTensors, dtype: torch.dtype | None) 
 # Layers that predict further tokens (MTP), with which servers decode speculatively. Models are trained
 # without them, so an export takes them from its base.
 
-_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _OF_MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
 
@@ -219,7 +218,7 @@ def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stor
     changed = [field for field in fields if field in said and said[field] != getattr(text, field, None)]
     if found and changed:
         found, why = {}, f"the model has another {' and '.join(changed)} than its base"
-    places = [(part, field) for part in (text, config) for field in _MTP_LAYERS if getattr(part, field, 0)]
+    places = [(part, field) for part in (text, config) for field in MTP_LAYERS if getattr(part, field, 0)]
     if why and config.name_or_path and places:
         warn_caller(f"the layers that predict further tokens (MTP) are left out of the export: {why}")
     for part, field in places if not found else ():

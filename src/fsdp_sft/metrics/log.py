@@ -88,7 +88,7 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         if self._jsonl is not None:
             self._file = self._file or _open_for_append(self._jsonl)
             values = {key: _json_value(value) for key, value in row.items()}
-            line = json.dumps({"step": step, "time": time.time(), **values}, allow_nan=False)
+            line = json.dumps({"step": int(step), "time": time.time(), **values}, allow_nan=False)
             print(line, file=self._file, flush=True)
         if self._stdout:
             from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]

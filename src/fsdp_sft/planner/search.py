@@ -226,7 +226,10 @@ def _what_would_fit(
     counts = (run.dp_replicate * run.exchange_ranks << doublings for doublings in range(13))
     fewest = next((n for n in counts if _fits(skeleton, replace(lean, num_gpus=n), memory_bytes)), None)
     if fewest is not None:
-        leaner.append(f"num_gpus={fewest} (--gpus {fewest})")
+        leaner.append(
+            f"num_gpus={fewest} (--gpus {fewest})"
+            + f", with a global batch that {fewest} divides" * bool(share * run.num_gpus % fewest)
+        )
     checkpointed = "every block" if lean.sac_ratio == 1 else f"{lean.sac_ratio} of the blocks"
     leaner.append(f"GPUs with {least.peak_bytes / GIB:.1f} GiB for tensors")
     return (

@@ -327,5 +327,4 @@ def row_reads(target: Target, sources: Mapping[str, Stored], shard: PackedShard,
         there, here = there.flatten(), here.flatten()
         ends = ((there.diff() != 1) | (here.diff() != 1)).nonzero().flatten() + 1
         for first, place in zip(there.tensor_split(ends), here.tensor_split(ends), strict=True):
-            rows = shard.rows[int(place[0]) :][: len(place)]
-            yield from stored.row_reads(piece.key, int(first[0]), rows)
+            yield from stored.row_reads(piece.key, int(first[0]), shard.rows[int(place[0]) :][: len(place)])

@@ -18,7 +18,7 @@ from fsdp_sft._compat.conversions import (
 )
 from fsdp_sft._compat.models import tied_names
 from fsdp_sft._model.adapters import saved_copies, without_adapters
-from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._model.twin import MTP_LAYERS, meta_twin, text_config
 from fsdp_sft._model.view import inner_model, named_tensors
 from fsdp_sft._quantised.settings import IN_16_BITS
 from fsdp_sft._tensors.packed import Packed
@@ -148,8 +148,11 @@ def make_plan(
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     plan.initialised = [name for name in absent if first_names[id(tensors[name])] == name]
-    built = twin.state_dict()
-    changed = [name for name in plan.initialised if tensors[name].shape != built[name].shape]
+    changed = [
+        n
+        for n, built in twin.state_dict().items()
+        if n in plan.initialised and tensors[n].shape != built.shape
+    ]
     if changed:
         raise ValueError(
             f"the model has other shapes than its config describes ({abridged(changed)}), which cannot be "
@@ -157,6 +160,10 @@ def make_plan(
         )
     may_miss, may_be_left = ignored_on_load(twin)
     plan.missing = [name for name in absent if not any(re.search(p, name) for p in may_miss)]
+    text = text_config(twin)
+    # transformers skips them by the depth of the models that it knows, and warns of those of others.
+    for number in range(max((getattr(text, key, 0) or 0 for key in MTP_LAYERS), default=0)):
+        may_be_left.append(rf"\blayers\.{text.num_hidden_layers + number}\.")
     plan.unexpected = sorted(name for name in left_over if not any(re.search(p, name) for p in may_be_left))
     within = tuple(f"{name.rpartition('.')[0]}." for name in plan.missing if "." in name)
     beside = {name: stored.get(key) for name, key in left_over.items() if name.startswith(within)}

@@ -193,7 +193,6 @@ def _snapshot(repo: str, revision: str | None, code: bool) -> Path:
         if names := set(read_index(folder).values()):
             snapshot_download(repo, revision=commit, allow_patterns=[glob.escape(name) for name in names])
 
-    leader = all_gather_objects(place).index(place)
-    while_others_wait(leader == rank, fetch, f"downloading {repo}")
+    while_others_wait(all_gather_objects(place).index(place) == rank, fetch, f"downloading {repo}")
     with agreed(f"finding {repo} in the cache"):
         return Path(snapshot_download(repo, revision=commit, allow_patterns=small, local_files_only=True))
