@@ -93,7 +93,9 @@ def test_where_nothing_fits_the_error_says_what_would() -> None:
     job: dict[str, Any] = {"gpu_memory_bytes": 80 * 10**9, "seq_length": 4096}
     with pytest.raises(NoPlanError, match=r"nothing fits on 8 x 74\.5 GiB") as caught:
         plan_run(QWEN_72B, num_gpus=8, global_batch_size=8, **job)
-    found = re.search(r"; num_gpus=(\d+) \(--gpus \1\), with a global batch that \1 divides; ", str(caught.value))
+    found = re.search(
+        r"; num_gpus=(\d+) \(--gpus \1\), with a global batch that \1 divides; ", str(caught.value)
+    )
     assert found is not None
     fewest = int(found[1])
     assert plan_run(QWEN_72B, num_gpus=fewest, global_batch_size=fewest, **job)
