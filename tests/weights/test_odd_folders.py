@@ -50,9 +50,14 @@ def test_a_config_that_names_the_class_without_a_head(tmp_path: Path) -> None:
 
 def test_layers_behind_the_last_are_left_unread_if_the_config_counts_them(tmp_path: Path) -> None:
     tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**LATENT)).save_pretrained(tmp_path / "base")
-    further = {f"model.layers.{number}.eh_proj.weight": torch.ones(32, 64) for number in (2, 3)}
+    further = {
+        f"{name}.weight": torch.ones(32, 64)
+        for name in ("model.layers.2.eh_proj", "model.layers.3.eh_proj", "visual.layers.2.proj")
+    }
     rewrite(tmp_path / "base", tensors_of(tmp_path / "base") | further)
-    with pytest.raises(fs.CheckpointFormatError, match=r"has no place for model\.layers\.3\..*'ignore'"):
+    with pytest.raises(
+        fs.CheckpointFormatError, match=r"place for model\.layers\.3\S* visual\.layers\.2.*'ignore'"
+    ):
         loaded(tmp_path / "base")
     model = loaded(tmp_path / "base", unexpected="ignore")
     fs.export_hf(model, tmp_path / "out", dtype=torch.float32)

@@ -25,7 +25,7 @@ def revert_weight_conversion(
     """
     from transformers.core_model_loading import revert_weight_conversion as revert
 
-    return revert(model, state_dict)  # type: ignore
+    return revert(model, state_dict)  # type: ignore[arg-type,no-any-return]
 
 
 def copy_weight_conversions(source: nn.Module, target: nn.Module) -> None:

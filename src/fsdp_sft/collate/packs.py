@@ -38,7 +38,7 @@ def refuse_masked_pack(batch: Any) -> None:
     ):
         raise PackingError(
             "a batch has position_ids (3, B, S) that begin anew on all axes, as packed rows have: models "
-            "tell rows apart by the positions of the text alone. Give (4, B, S), these in front"
+            "tell rows apart by positions in the text. Give (4, B, S), with those in front of the three axes"
         )
     mask = batch.get("attention_mask") if positions is not None else None
     if positions is None or not isinstance(mask, torch.Tensor) or mask.shape != positions.shape:

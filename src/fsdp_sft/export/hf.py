@@ -270,7 +270,7 @@ class _OnAllRanks(Gatherer):
         kind = tensor.device_mesh.device_type
         if own.device.type != kind:  # a shard that is kept on the host
             own = own.to(torch.device(kind, torch.accelerator.current_device_index()))
-        return sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()  # type: ignore
+        return sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()  # type: ignore[no-any-return]
 
     def attempt(self, action: Callable[[], T]) -> T:
         return action()

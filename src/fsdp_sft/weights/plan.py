@@ -163,7 +163,8 @@ def make_plan(
     text = text_config(twin)
     # transformers skips them by the depth of the models that it knows, and warns of those of others.
     for number in range(max((getattr(text, key, 0) or 0 for key in MTP_LAYERS), default=0)):
-        may_be_left.append(rf"\blayers\.{text.num_hidden_layers + number}\.")
+        # Towers have layers of their own, which are to have a place.
+        may_be_left.append(rf"^(?!.*(vision|visual|audio)).*\blayers\.{text.num_hidden_layers + number}\.")
     plan.unexpected = sorted(name for name in left_over if not any(re.search(p, name) for p in may_be_left))
     within = tuple(f"{name.rpartition('.')[0]}." for name in plan.missing if "." in name)
     beside = {name: stored.get(key) for name, key in left_over.items() if name.startswith(within)}
