@@ -106,6 +106,13 @@ MISTAKES = [
         ("tests/loss/test_linear_cross_entropy.py",),
     ),
     Mistake(
+        "only the first slice of a weight's gradient is rounded",
+        "loss/blocks.py",
+        'if name == "weight" else (slice(None),)',
+        'and [slice(0, 16)] if name == "weight" else (slice(None),)',
+        ("tests/loss/test_linear_cross_entropy.py",),
+    ),
+    Mistake(
         "the z-loss has half its gradient",
         "loss/blocks.py",
         "logits.mul_(1 + 2 * z_loss * (largest - above))",

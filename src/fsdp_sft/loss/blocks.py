@@ -154,8 +154,11 @@ class HeadGradients:
         for name in ("hidden", "weight", "bias"):
             kept: torch.Tensor | None = vars(self).pop(name)
             if kept is not None:
-                out = kept if kept.dtype == dtype else torch.empty_like(kept, dtype=dtype)
-                kept = torch.mul(kept, factor, out=out)
+                out = kept if kept.dtype == dtype else kept.new_empty(kept.shape, dtype=dtype)
+                # The weight's may lie the other way, and is turned a slice at a time, which stays in a cache.
+                for part in _slices(kept, 2 * CACHED_BYTES) if name == "weight" else (slice(None),):
+                    torch.mul(kept[part], factor, out=out[part])
+                kept = out
             found.append(kept)
         return found
 
@@ -188,6 +191,8 @@ def losses_by_block(
     weights = None if weights is None else weights.to(wide_dtype(hidden))
     gain = _gain(products.gain, terms, weights, positions)
     gradients.factor = head.transform.scale / gain
+    if gradients.weight is not None and products.rounds:  # zeros so far, which lie as well as (H, V)
+        gradients.weight = gradients.weight.view(gradients.weight.shape[::-1]).T
     for index in positions.split(chunk_size) if len(positions) else ():
         rows = hidden.index_select(0, index)
         logits = products.logits(rows)
@@ -196,8 +201,14 @@ def losses_by_block(
             if head.bias is not None:
                 block.add_(head.bias)
             was_largest = _refine(block, rows[part], columns, head) if products.rounds else None
-            factors = None if weights is None else weights[index[part], None]
-            losses, is_largest = losses_of(block, columns, head.transform, terms, factors, gradients.any)
+            losses, is_largest = losses_of(
+                block,
+                columns,
+                head.transform,
+                terms,
+                weights=None if weights is None else weights[index[part], None],
+                slopes=gradients.any,
+            )
             yield index[part], losses, is_largest if was_largest is None else was_largest
             if gradients.any and products.gain != 1:
                 block.mul_(gain)
@@ -221,9 +232,8 @@ def _gain(
     if gain == 1 or not len(positions):
         return gain
     # The z-loss adds up to 2 * z_loss * log(Z); logarithms of the denominator up to 64 are allowed for.
-    most = 1 + 128 * terms.z_loss
     largest = 1.0 if weights is None else weights[positions].abs().amax().clamp_min(1e-30)
-    return gain / (most * largest)
+    return gain / ((1 + 128 * terms.z_loss) * largest)
 
 
 def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: Head) -> torch.Tensor:
@@ -305,8 +315,9 @@ class _Rounded(Products):
             narrow.copy_(wide)
 
     def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
+        turned = hidden.T.contiguous()  # with either operand turned a CPU's product takes half as long again
         for part in _slices(self.weight, 2 * CACHED_BYTES):
-            total[part].add_((slopes[:, part].T @ hidden).float())
+            total.T[:, part].add_((turned @ slopes[:, part]).float())
 
 
 class _Mixed(Products):

@@ -95,9 +95,8 @@ def loss_sum(
         >>> loss.dtype, loss.shape
         (torch.float32, torch.Size([]))
     """
-    terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
     part, group = _part_for(model, batch)
-    summed, router, *_ = loss_parts(model, part, terms)
+    summed, router, *_ = loss_parts(model, part, Terms(label_smoothing, z_loss))
     if router is not None:
         summed = summed + router * weight_of(part)
     if group is not None and OF_WHOLE_ROWS.get():

@@ -177,8 +177,7 @@ def weights_of(batch: Batch) -> torch.Tensor | None:
     if weights is None:
         return None
     shape = targets_of(batch).shape
-    is_usual = isinstance(weights, torch.Tensor) and weights.is_floating_point()
-    if not is_usual or weights.shape != shape:
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point() or weights.shape != shape:
         raise BatchError(
             f"{WEIGHTS_KEY} must be a floating point tensor of the shape of the labels {tuple(shape)}, got "
             f"{_said(weights)}"

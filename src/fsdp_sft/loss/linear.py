@@ -138,11 +138,10 @@ def head_losses(
     if torch.compiler.is_compiling():
         # The number of rows that count is known at run time only, so the compiled graph breaks here.
         apply = torch.compiler.disable(apply)
-    rows = hidden.reshape(-1, hidden.shape[-1])
     options = (labels.to(device), known, chunk_size, transform, terms, weights, summed)
     with torch.autocast(device.type, enabled=False):
         result: tuple[torch.Tensor, torch.Tensor] = apply(
-            rows, weight, bias, *options, torch.is_grad_enabled()
+            hidden.reshape(-1, hidden.shape[-1]), weight, bias, *options, torch.is_grad_enabled()
         )
     return result
 
