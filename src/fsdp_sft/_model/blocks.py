@@ -51,8 +51,10 @@ def find_blocks(
         ['model.embed_tokens']
     """
     if block_cls is not None:
-        several = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
-        names = {entry if isinstance(entry, str) else entry.__name__ for entry in several}
+        names = {
+            entry if isinstance(entry, str) else entry.__name__
+            for entry in ([block_cls] if isinstance(block_cls, (str, type)) else block_cls)
+        }
         blocks, wanted = _by_class(model, names), f"of class {sorted(names)}"
     else:
         blocks, wanted = _by_module_list(model), "in a repeated module list"
@@ -132,8 +134,9 @@ def _is_block_list(module: nn.Module) -> bool:
 def _is_numbered(module: nn.ModuleDict) -> bool:
     """Whether all entries have numbered names ("0", "1"; "layer_0") or the same class."""
     names = {re.sub(r"\d+", "", name) for name in module}
-    numbered = len(names) == 1 and all(re.search(r"\d", name) for name in module)
-    return numbered or (len(module) > 1 and len({type(child) for child in module.values()}) == 1)
+    return (len(names) == 1 and all(re.search(r"\d", name) for name in module)) or (
+        len(module) > 1 and len({type(child) for child in module.values()}) == 1
+    )
 
 
 def _inside(fqn: str, outer: Iterable[str]) -> bool:

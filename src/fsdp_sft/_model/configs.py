@@ -75,9 +75,8 @@ def check_settings(folder: Path) -> None:
             continue
         if not path.is_file():
             raise CheckpointFormatError(f"{path} is not a regular file")
-        size = path.stat().st_size
-        if size > MAX_SETTINGS_BYTES and not path.name.endswith(".index.json"):
-            raise CheckpointFormatError(f"{path} has {size} bytes, more than {MAX_SETTINGS_BYTES}")
+        if path.stat().st_size > MAX_SETTINGS_BYTES and not path.name.endswith(".index.json"):
+            raise CheckpointFormatError(f"{path} has more than {MAX_SETTINGS_BYTES} bytes")
 
 
 @contextmanager
@@ -103,8 +102,7 @@ def read_by_transformers(name: str, what: str) -> Iterator[None]:
 def told_of_format(folder: Path) -> str:
     """Advice, for the end of an error, on a folder whose weights are in a format that is not read."""
     names = [str(folder), *(path.name for path in folder.glob("*"))]
-    told = (advice for form, advice in _OTHER_FORMATS.items() if any(form.search(name) for name in names))
-    return next((f"; {advice}" for advice in told), "")
+    return next((f"; {told}" for form, told in _OTHER_FORMATS.items() if any(map(form.search, names))), "")
 
 
 def refuse_kernels(name: str, config: Any) -> None:

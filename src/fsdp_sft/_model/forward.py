@@ -108,8 +108,11 @@ def probed(model: nn.Module) -> Iterator[None]:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module that are plain values or tensors."""
-    kinds = (bool, int, float, complex, str, torch.Tensor, type(None))
-    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | complex | str | torch.Tensor | None)
+    }
 
 
 # The token ids for which a model has rows. Batches with others are refused: a GPU would end the process.
@@ -157,8 +160,8 @@ def rows_of(model: nn.Module, getter: str, kind: type[nn.Module]) -> int | None:
     except (NotImplementedError, AttributeError):
         return None
     while isinstance(layer, nn.Module) and not isinstance(layer, kind):
-        within = (layer._modules.get(name) for name in ("original_module", "token_adapter", "base_layer"))
-        layer = next((module for module in within if module is not None), None)
+        names = ("original_module", "token_adapter", "base_layer")
+        layer = next((layer._modules[name] for name in names if layer._modules.get(name) is not None), None)
     return int(layer.weight.shape[0]) if layer is not None else None
 
 
@@ -181,13 +184,14 @@ def _check(name: str, ids: Any, rows: int, model: nn.Module, allowed: Callable[[
     place = [int(index) for index in outside.nonzero()[0]]
     axes = ["row", *["index"] * (len(place) - 2), "position"][-len(place) :]
     where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, place, strict=True))
-    owner = type(unwrapped(model)).__name__.removeprefix("FSDP")
-    advice = (
-        "is the tokenizer that of this model? For tokens added to it load with new_vocab_size=len(tokenizer)"
-        if name == "input_ids"
-        else "a label is an id, or -100 where nothing is trained; for another one pass loss_fn and count_fn"
-    )
     raise BatchError(
-        f"{name} has {int(ids[tuple(place)])} ({where}), and {owner} has rows for the ids 0 to {rows - 1}: "
-        f"{advice}"
+        f"{name} has {int(ids[tuple(place)])} ({where}), and "
+        f"{type(unwrapped(model)).__name__.removeprefix('FSDP')} has rows for the ids 0 to {rows - 1}: "
+        + (
+            "is the tokenizer that of this model? For tokens added to it load with "
+            "new_vocab_size=len(tokenizer)"
+            if name == "input_ids"
+            else "a label is an id, or -100 where nothing is trained; for another one pass loss_fn and "
+            "count_fn"
+        )
     )

@@ -67,8 +67,8 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
         )
     if replicas is None:
         return None
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return DeviceMesh.from_group(replicas, device.type, mesh_dim_names=(DP_REPLICATE,))
+    device_type = next(model.parameters(), torch.empty(0)).device.type
+    return DeviceMesh.from_group(replicas, device_type, mesh_dim_names=(DP_REPLICATE,))
 
 
 def _mesh_of_parameters(model: torch.nn.Module) -> DeviceMesh | None:
@@ -118,8 +118,7 @@ def refuse_changed_gradients(model: torch.nn.Module, mesh: DeviceMesh) -> None:
         UnsupportedModelError: If ``set_gradient_divide_factor`` was called with another number than that of
             the ranks which share the rows, or a trained parameter has such hooks.
     """
-    others = gradient_divide_factors(model) - {None, mesh.size()}
-    if others:
+    if others := gradient_divide_factors(model) - {None, mesh.size()}:
         raise UnsupportedModelError(
             f"set_gradient_divide_factor({others.pop()}) was called on the model or on a module in it, and "
             f"its loss is weighed for gradients that are averaged over {mesh.size()} ranks. Leave the call "

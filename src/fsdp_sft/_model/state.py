@@ -59,8 +59,11 @@ def match_tensors(
         ):
             apart.append(f"{name} is {dtype} {tuple(shape)}, the model's is {own.dtype} {tuple(own.shape)}")
     missing = [first for first, names in found.items() if not names]
-    counted = {"of the model's are not in it": missing, "are not the model's": unexpected}
-    problems = [f"{len(n)} {what} ({abridged(n, ', ', 4)})" for what, n in counted.items() if n]
+    problems = [
+        f"{len(names)} {what} ({abridged(names, ', ', 4)})"
+        for what, names in (("of the model's are not in it", missing), ("are not the model's", unexpected))
+        if names
+    ]
     return found, problems + apart
 
 
@@ -96,8 +99,11 @@ def model_tensors(model: nn.Module) -> ModelTensors:
     own = {_memory(tensor) for tensor in named_tensors(model).values()}
     saved = {_memory(tensor) for tensor in tensors.values()}
     made = [name for name, tensor in tensors.items() if _memory(tensor) not in own]
-    trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-    lost = [name for name, parameter in trained if _memory(parameter) not in saved]
+    lost = [
+        clean_name(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and _memory(parameter) not in saved
+    ]
     if made or lost:
         raise UnstorableStateError(
             f"the state_dict() of {type(model).__name__} does not have the model's own tensors, which would "

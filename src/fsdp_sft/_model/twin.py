@@ -34,8 +34,8 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
         dtype: Dtype of the twin; None takes that of the config.
     """
     config: Any = copy.deepcopy(model.config)
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    return build_like_from_pretrained(original_class(model), config, dtype or own)
+    of_config = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return build_like_from_pretrained(original_class(model), config, dtype or of_config)
 
 
 def tied_meta_twin(model: Any, config: Any = None) -> nn.Module:

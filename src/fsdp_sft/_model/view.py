@@ -99,8 +99,9 @@ def base_of(model: nn.Module) -> Any:
 
 def is_a(value: Any, name: str, package: str) -> bool:
     """Whether a value is of a package's class of that name; the package need not be imported to know."""
-    bases = type(value).__mro__
-    return any(base.__name__ == name and base.__module__.startswith(f"{package}.") for base in bases)
+    return any(
+        base.__name__ == name and base.__module__.startswith(f"{package}.") for base in type(value).__mro__
+    )
 
 
 def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -140,8 +141,10 @@ def slot(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and every buffer, persistent or not, under each of its names."""
     inner = unwrapped(model)
-    buffers = dict(inner.named_buffers(remove_duplicate=False))
-    return {**dict(inner.named_parameters(remove_duplicate=False)), **buffers}
+    return {
+        **dict(inner.named_parameters(remove_duplicate=False)),
+        **dict(inner.named_buffers(remove_duplicate=False)),
+    }
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

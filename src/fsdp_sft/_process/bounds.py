@@ -35,8 +35,11 @@ def check_sizes(numbers: Any, what: str) -> tuple[int, ...]:
     Raises:
         ValueError: If no tensor can have it; the message begins with ``what``.
     """
-    is_list = isinstance(numbers, (list, tuple)) and len(numbers) <= MAX_DIMS
-    if not is_list or any(type(n) is not int or not 0 <= n <= MAX_SIZE for n in numbers):
+    if (
+        not isinstance(numbers, (list, tuple))
+        or len(numbers) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n <= MAX_SIZE for n in numbers)
+    ):
         raise ValueError(f"{what} is no list of at most {MAX_DIMS} numbers that a tensor has")
     return tuple(numbers)
 

@@ -33,8 +33,9 @@ def outermost_call() -> tuple[str, str]:
         return "", ""
     name = frames[called[-1]].f_code.co_name
     caller = next((frame for frame in frames[called[-1] :] if not _is_inside(frame)), None)
-    at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
-    return name, name.lstrip("_") + at
+    return name, name.lstrip("_") + (
+        "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
+    )
 
 
 def _is_inside(frame: FrameType) -> bool:

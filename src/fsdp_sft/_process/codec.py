@@ -46,12 +46,14 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = Non
         return {_TAG: "tensor", "key": where}
     if tensors is not None and type(value) is bytes:
         return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
-    advice = (
-        "plain tensors belong in rank_state, or in the model as buffers; a number is tensor.item()"
-        if isinstance(value, torch.Tensor)
-        else "use dicts, lists, tuples, strings, numbers, booleans and None"
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which JSON cannot hold: "
+        + (
+            "plain tensors belong in rank_state, or in the model as buffers; a number is tensor.item()"
+            if isinstance(value, torch.Tensor)
+            else "use dicts, lists, tuples, strings, numbers, booleans and None"
+        )
     )
-    raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot hold: {advice}")
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
@@ -76,8 +78,8 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any
     if kind in ("dict", "Counter"):
         pairs = {_checked(decode(key)): decode(item, tensors) for key, item in value["items"]}
         return pairs if kind == "dict" else Counter(pairs)
-    sequences = {cls.__name__: cls for cls in _SEQUENCES}
-    return sequences[kind](decode(item, tensors) for item in value["items"])
+    sequence: Any = {cls.__name__: cls for cls in _SEQUENCES}[kind]
+    return sequence(decode(item, tensors) for item in value["items"])
 
 
 def dumps(value: Any, *, canonical: bool = True) -> bytes:
@@ -90,15 +92,16 @@ def dumps(value: Any, *, canonical: bool = True) -> bytes:
 
 def _encode_dict(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor] | None) -> Any:
     """A dict as a JSON object if all its keys are strings, else as a list of pairs."""
-    plain = type(value) is not Counter and all(type(key) is str for key in value) and _TAG not in value
     encoded = [
         (encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", tensors))
         for key, item in value.items()
     ]
-    if plain:
+    if type(value) is not Counter and all(type(key) is str for key in value) and _TAG not in value:
         return dict(encoded)
-    kind = "Counter" if type(value) is Counter else "dict"
-    return {_TAG: kind, "items": [list(pair) for pair in encoded]}
+    return {
+        _TAG: "Counter" if type(value) is Counter else "dict",
+        "items": [list(pair) for pair in encoded],
+    }
 
 
 def _checked(key: Any) -> Any:

@@ -23,8 +23,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         RuntimeError: For an index without an accelerator.
     """
     if device is None:
-        is_cpu = default_device_type() == "cpu"
-        device = "cpu" if is_cpu else torch.accelerator.current_device_index()
+        device = "cpu" if default_device_type() == "cpu" else torch.accelerator.current_device_index()
     return torch.device(device)
 
 
@@ -37,8 +36,7 @@ def synchronize(device: torch.device) -> None:
 def device_name(device: torch.device) -> str | None:
     """The vendor's name for a device; None where torch has no name for it, as for the CPU."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    get_name = getattr(module, "get_device_name", None)
-    return None if get_name is None else str(get_name(device))
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else None
 
 
 @functools.cache

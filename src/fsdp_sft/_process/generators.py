@@ -42,8 +42,8 @@ def generator_states(devices: Iterable[torch.device] | None = None) -> dict[str,
         name, key, *rest = sys.modules["numpy"].random.get_state()
         if name == "MT19937":  # what numpy's global functions use by default; others are not kept
             position, has_gauss, cached = rest
-            numbers = torch.from_numpy(key.copy())
-            state["numpy"] = (name, numbers, int(position), int(has_gauss), float(cached))
+            numbers = (int(position), int(has_gauss), float(cached))
+            state["numpy"] = (name, torch.from_numpy(key.copy()), *numbers)
     for device in [torch.device(default_device_type())] if devices is None else devices:
         if device.type not in ("cpu", "meta"):
             state[str(device)] = torch.get_device_module(device).get_rng_state(device)

@@ -150,8 +150,9 @@ _EXTRA = ("link", "network", "per_node")
 
 def known_device(name: str) -> Gpu | None:
     """The GPU with this name in torch; None if it is not in the table, or is a slice of a GPU (MIG)."""
-    known = (gpu for gpu in _TABLE if re.search(rf"\b({gpu.device})\b", name))
-    return None if re.search(r"\bMIG\b", name) else next(known, None)
+    if re.search(r"\bMIG\b", name):
+        return None
+    return next((gpu for gpu in _TABLE if re.search(rf"\b({gpu.device})\b", name)), None)
 
 
 def gpu_named(name: str) -> Gpu:
@@ -178,11 +179,10 @@ def gpu_named(name: str) -> Gpu:
 def _described(text: str) -> Gpu:
     """The GPU of a description such as ``"mine=48,362,864,per_node=4"``."""
     name, _, values = text.partition("=")
-    plain = [part for part in values.split(",") if "=" not in part]
-    pairs = dict(part.split("=", 1) for part in values.split(",") if "=" in part)
+    parts = [part.partition("=") for part in values.split(",")]
     try:
-        memory, peak, bandwidth = (float(part) for part in plain)
-        extra = {key: float(value) for key, value in pairs.items()}
+        memory, peak, bandwidth = (float(number) for number, equals, _ in parts if not equals)
+        extra = {key: float(value) for key, equals, value in parts if equals}
     except ValueError:
         extra, memory, peak, bandwidth = {}, 0.0, 0.0, 0.0
     if (

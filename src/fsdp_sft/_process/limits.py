@@ -35,9 +35,9 @@ def blame_no_file(error: BaseException, path: object) -> None:
 def blame_the_limit(error: BaseException, doing: str) -> None:
     """Raise an ``OSError`` if an error, of whatever type, says that there are no descriptors left."""
     if os.strerror(errno.EMFILE).lower() in str(error).lower():
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise OSError(
             errno.EMFILE,
-            f"too many open files while {doing}: this process may have {soft}; raise the limit before the "
-            "start (ulimit -n, LimitNOFILE= of a service, --ulimit nofile= of a container)",
+            f"too many open files while {doing}: this process may have "
+            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}; raise the limit before the start (ulimit -n, "
+            "LimitNOFILE= of a service, --ulimit nofile= of a container)",
         ) from error

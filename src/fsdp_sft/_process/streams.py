@@ -54,8 +54,11 @@ class LateValues:
         self._copies = [
             host_buffer(tuple(one.shape), one.dtype, one.device).copy_(one, non_blocking=True) for one in wide
         ]
-        streams = map(stream_of_caller, {one.device for one in wide})
-        self._events = [stream.record_event() for stream in streams if stream is not None]
+        self._events = [
+            stream.record_event()
+            for stream in map(stream_of_caller, {one.device for one in wide})
+            if stream is not None
+        ]
 
     def read(self) -> list[float]:
         """The values, in the tensors' order; the host waits once for each device that holds any."""

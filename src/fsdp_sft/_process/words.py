@@ -87,8 +87,7 @@ def _answering(function: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         for word in set() if checks_itself else kwargs.keys() - known.keys():
             if here := answer(word, known):
-                name = function.__qualname__.removesuffix(".__init__")
-                raise TypeError(f"{name} takes no {word}=: {here}")
+                raise TypeError(f"{function.__qualname__.removesuffix('.__init__')} takes no {word}=: {here}")
         try:
             return function(*args, **kwargs)
         except FsdpSftError as error:
