@@ -53,8 +53,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "an event on the stream that is current where it is recorded",
         "_process/streams.py",
-        "[stream.record_event() for stream",
-        "[[made := torch.Event(), made.record()][0] for stream",
+        "            stream.record_event()\n",
+        "            [made := torch.Event(), made.record()][0]\n",
         DEVICES,
     ),
     Mistake(

@@ -22,8 +22,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "gradients may be divided by any number",
         "_model/sharded.py",
-        "    if others:\n",
-        "    if False:\n",
+        "- {None, mesh.size()}:",
+        "- {None, mesh.size()} and False:",
         ("tests/step/test_between.py",),
     ),
     Mistake(
