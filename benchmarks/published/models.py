@@ -200,9 +200,10 @@ def row(name: str, gpu: str) -> str:
     trained = "all" if not options else f"LoRA, {run.frozen_dtype or 'bfloat16'}"
     batch = f"{run.micro_batch_size} x {run.grad_accum_steps}"
     tight = ", tight" if plan.is_tight else ""
+    ratio = {"0": "none", "1": "all"}.get(str(run.sac_ratio), run.sac_ratio)
     added = " ".join(f"`{option}`" for option in _options(f"--model {model.hub} --gpu {gpu} {options}"))
     return (
-        f"| {name} | {GPUS[gpu]} | {trained} | {batch} | {run.sac_ratio}"
+        f"| {name} | {GPUS[gpu]} | {trained} | {batch} | {ratio}"
         f" | {plan.estimate.peak_bytes / GIB:.1f}{tight} | {plan.time.total:.1f} s | {added} |"
     )
 

@@ -69,7 +69,7 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
     program, data, output = tmp_path / "train.py", tmp_path / "chats.jsonl", tmp_path / "run"
     assert main(["plan", "--model", str(model), *job, *options, "--write", str(program)]) == 0
     data.write_text("\n".join(CHATS[:200]), encoding="utf-8")
-    words = f"--data {data} --output {output} --steps 12 --save-every 3 --lr 5e-3"
+    words = f"--data {data} --output {output} --steps 12 --save-every 3 --lr 5e-3 --resume auto"
     command = [*torchrun(2, "--standalone"), str(program), *words.split()]
     killed = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 500

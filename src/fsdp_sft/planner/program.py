@@ -102,6 +102,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
     parser.add_argument("--lr", type=float, default=$rate, help="learning rate")
     parser.add_argument("--save-every", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--resume", choices=["auto"], help="it always goes on by itself")
     arguments = parser.parse_args()
     if (arguments.output / "export").exists():
         raise SystemExit(f"{arguments.output}/export is there already: nothing to do")
