@@ -19,13 +19,13 @@ from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, write_at
 from fsdp_sft._tensors.stored import InFile, Read, file_header
+from fsdp_sft.dcp_io.model_state import refuse_packed
 from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     abridged,
 )
-from fsdp_sft.shard.packing import packed_weights
 
 _CONVERT = "; a file of torch.save is written once more by save_file of safetensors.torch"
 
@@ -117,11 +117,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     reshard(model)
     with agreed(f"preparing to load {source_path}"):
         refuse_merged(model, "loading the full state")
-        if packed_weights(model) is not None:
-            raise CheckpointMismatchError(
-                f"{source_path} cannot be loaded into a model whose frozen weights are packed: build it with "
-                "a dtype for frozen_dtype, or resume a step of save_checkpoint"
-            )
+        refuse_packed(model, source_path)
         content = model_tensors(model)
         if not source_path.is_file():
             raise CheckpointNotFoundError(f"there is no file {source_path} (as rank {this_rank()} sees it)")
@@ -143,12 +139,10 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
 
 def _check_ties(content: ModelTensors, found: Mapping[str, list[str]], files: Mapping[str, InFile]) -> None:
     """Refuse a file with different values, in this rank's part, under the names of a tied tensor."""
-    for first, names in found.items():
+    for first, names in ((first, names) for first, names in found.items() if len(names) > 1):
         box = box_of(content.tensors[first])
-        if len(names) < 2:
-            continue
         parts = {name: torch.empty(box.shape, dtype=files[name].entry.dtype) for name in names}
-        reads = [files[name].reads(files[name].piece(name), box, part) for name, part in parts.items()]
-        do_reads(itertools.chain(*reads), damaged=CheckpointCorruptError)
+        reads = (files[name].reads(files[name].piece(name), box, part) for name, part in parts.items())
+        do_reads(itertools.chain.from_iterable(reads), damaged=CheckpointCorruptError)
         if len({bytes_of(part).tobytes() for part in parts.values()}) > 1:  # NaN is equal to itself here
             raise CheckpointMismatchError(f"{names} are one tensor in the model, but differ in the file")

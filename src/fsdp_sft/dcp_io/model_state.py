@@ -142,15 +142,23 @@ def packed_base(model: nn.Module) -> dict[str, str] | None:
         (name, shard.format, int(total) % _MODULUS)
         for (name, (_, shard)), total in zip(shards.items(), all_reduce_sum(own), strict=True)
     ]
-    text = json.dumps([weights.kind, each])
-    return {"kind": weights.kind, "digest": hashlib.sha256(text.encode()).hexdigest()}
+    digest = hashlib.sha256(json.dumps([weights.kind, each]).encode()).hexdigest()
+    return {"kind": weights.kind, "digest": digest}
+
+
+def refuse_packed(model: nn.Module, source: Path) -> None:
+    """Refuse to load a file of whole weights into a model of which some are packed."""
+    if packed_weights(model) is not None:
+        raise CheckpointMismatchError(
+            f"{source} cannot be loaded into a model whose frozen weights are packed: build it with a dtype "
+            "for frozen_dtype, or resume a step of save_checkpoint"
+        )
 
 
 def _sum(parameter: DTensor, shard: PackedShard) -> int:
     """The bytes of this rank's rows, each word weighted by its place in the whole parameter."""
     words = shard.own_rows.view(torch.int32)
-    first = box_of(parameter).offset[0] * shard.lies.rows_each
-    device, total = words.device, 0
+    first, device, total = box_of(parameter).offset[0] * shard.lies.rows_each, words.device, 0
     across = torch.arange(words.shape[1], device=device) * 2654435761 * 2 + 1
     for begin in range(0, len(words), step := max(1, _WORDS_AT_ONCE // words.shape[1])):
         some = words[begin : begin + step].to(torch.int64)
@@ -186,12 +194,11 @@ def stored_model(
             own = shard.own_rows.view(shard.count, width)
             rows[name] = sharded_as(parameter, own, (parameter.shape[0], width))
         return replace(content, tensors={**content.tensors, **rows}), settings
-    plain = replace(
+    return replace(
         content,
         names={name: first for name, first in content.names.items() if first not in packed},
         tensors={name: tensor for name, tensor in content.tensors.items() if name not in packed},
-    )
-    return plain, settings
+    ), settings
 
 
 def _packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[DTensor, PackedShard]]:
