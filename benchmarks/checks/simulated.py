@@ -10,6 +10,31 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts c10d's operations on the simulated device, and the bytes of the larger side of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sides = [_bytes_of(value) for value in (*args, *(kwargs or {}).values())]
+            if any(sides):  # a barrier moves nothing, and gloo's are on the CPU
+                self.sizes.append(max(sides))
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes_of(value: Any) -> int:
+    """Bytes of a tensor on the simulated device, or of those in nested lists."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.device.type == "sim" else 0
+    return sum(map(_bytes_of, value)) if isinstance(value, (list, tuple)) else 0
+
 
 class Counted:
     """Waits of the host and collectives between `start` and `stop`.
@@ -26,17 +51,14 @@ class Counted:
 
     def start(self) -> None:
         """Count from here on."""
-        import torch
-
         sim = torch.sim  # type: ignore[attr-defined]
         self.syncs = self._open.enter_context(sim.record_syncs())
-        self._counts = self._open.enter_context(sim.counted())
+        self._counts = self._open.enter_context(_Collectives())
 
     def stop(self) -> None:
         """Count to here."""
         self._open.close()
-        numbers = self._counts.collectives.values()
-        self.collectives = (sum(number for number, _ in numbers), sum(size for _, size in numbers))
+        self.collectives = (len(self._counts.sizes), sum(self._counts.sizes))
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
@@ -90,7 +112,6 @@ def _serve(
     )
     sys.path.insert(0, folder)
     import simdev  # type: ignore[import-not-found]  # noqa: F401
-    import torch
 
     import fsdp_sft as fs
 
