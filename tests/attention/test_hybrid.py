@@ -236,8 +236,7 @@ def test_kernels_get_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
         x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None
     ) -> Any:
         lengths = [x.shape[2]] if seq_idx is None else seq_idx[0].bincount().tolist()
-        outs = convolution.by_rows(lengths, x, weight=weight, bias=bias, activation=activation)
-        return torch.cat(outs, 2)
+        return torch.cat(convolution.by_rows(lengths, x, weight=weight, bias=bias, activation=activation), 2)
 
     def chunk_gated_delta_rule(
         q: Any, k: Any, v: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: Any, cu_seqlens: Any = None

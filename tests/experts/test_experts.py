@@ -60,8 +60,7 @@ def _batch(share: int, micro_batch: int, kind: str) -> dict[str, torch.Tensor]:
     if kind == PADDED:
         return batch_of(_rows(share, micro_batch), PADDED)
     collate = fs.PackedCollator(max_length=24, pad_to_multiple_of=24)
-    rows = [{"input_ids": i.tolist(), "labels": j.tolist()} for i, j in _rows(share, micro_batch)]
-    return collate(rows)
+    return collate([{"input_ids": i.tolist(), "labels": j.tolist()} for i, j in _rows(share, micro_batch)])
 
 
 def _plain_counts(model: Any, shares: int) -> list[list[int]]:

@@ -68,8 +68,7 @@ def random_trials(count: int) -> Iterator[Trial]:
     draw = random.Random(3)
     kinds = itertools.cycle(itertools.product((False, True), (False, True), (1, 2)))
     for everyone, async_, keep_last in itertools.islice(kinds, count):
-        seconds = draw.uniform(0, SPAN_SECONDS)
-        yield Trial(everyone, async_, keep_last, draw.randrange(WORLD_SIZE), seconds)
+        yield Trial(everyone, async_, keep_last, draw.randrange(WORLD_SIZE), draw.uniform(0, SPAN_SECONDS))
 
 
 def make(mesh: Any = None, width: int = 256) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -29,8 +29,7 @@ WAYS = list(itertools.product((False, True), (False, True)))
 
 @pytest.mark.parametrize("point", list(kills.POINTS))
 def test_a_kill_at_a_named_moment(point: str, tmp_path: Path) -> None:
-    index = list(kills.POINTS).index(point)
-    for everyone, async_ in WAYS if TIMES > 1 else [WAYS[index % len(WAYS)]]:
+    for everyone, async_ in WAYS if TIMES > 1 else [WAYS[list(kills.POINTS).index(point) % len(WAYS)]]:
         trial = kills.Trial(everyone, async_, keep_last=2, victim=kills.POINTS[point][0], point=point)
         verdict, loaded, inside = kills.run_trial(trial, tmp_path)
         assert verdict in kills.FINE, trial

@@ -119,8 +119,7 @@ def test_tokens_are_what_a_mask_of_any_numbers_does_not_mark_as_padding() -> Non
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     assert num_tokens(batch) == 18 == int(counted_tokens(batch).sum())
     optimizer = torch.optim.SGD((model := tiny_model("llama")).parameters(), lr=0.0)
-    result = fs.train_step(model, [{**batch, "attention_mask": (mask != 0).long()}], optimizer)
-    assert result.num_tokens == 18
+    assert fs.train_step(model, [{**batch, "attention_mask": (mask != 0).long()}], optimizer).num_tokens == 18
 
 
 # --- token_losses beside plain logits: values, gradients of weights of either sign, all heads --------------

@@ -46,8 +46,7 @@ MIXTURES: dict[str, Any] = {
 
 
 def _mixture(kind: str = "mixtral", **overrides: Any) -> Any:
-    settings = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, **overrides}
-    return MIXTURES[kind](**settings)
+    return MIXTURES[kind](**{"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, **overrides})
 
 
 @pytest.mark.parametrize("impl", ["auto", "logits"])
@@ -333,8 +332,7 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
     with AllFloat64():
         entropy, router = _plain(plain, rows)
         (entropy + router).backward()
-        mesh = mesh_here(**shape)
-        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, master_dtype=torch.float64)
+        fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=FLOAT32, master_dtype=torch.float64)
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         window = [_batch(rank, m, kind) for m in range(3)]
         fs.prepare_loss(model, impl=impl, router_loss="micro_batch")
@@ -399,5 +397,4 @@ def test_a_config_that_asks_later_is_heard() -> None:
     batch = batch_of(_rows(0, 0), PADDED)
     fs.evaluate(model, [batch])
     model.config.output_router_logits = True
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert fs.train_step(model, [batch], optimizer).router_loss > 0
+    assert fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1)).router_loss > 0

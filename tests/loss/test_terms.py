@@ -225,8 +225,7 @@ def test_shifted_labels_bring_shifted_weights() -> None:
     model = tiny_model("llama")
     batch = weighted_batches(1)[0]
     shifted = dict(batch)
-    labels = shifted.pop("labels")
-    shifted["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    shifted["shift_labels"] = torch.nn.functional.pad(shifted.pop("labels")[:, 1:], (0, 1), value=-100)
     shifted["loss_weights"] = torch.nn.functional.pad(batch["loss_weights"][:, 1:], (0, 1), value=7.0)
     for impl in ("chunked", "logits"):
         assert fs.loss_sum(with_loss(model, impl=impl), shifted)[0].item() == pytest.approx(  # type: ignore[arg-type]

@@ -347,7 +347,6 @@ def test_they_train_and_export_as_in_plain_peft(family: str, every: bool, ranks:
 
     oracle.load_state_dict(trained, strict=False)
     merged = copy.deepcopy(oracle).merge_and_unload()
-    again = type(model).from_pretrained(tmp_path / "merged")
-    assert_same(everything(again), everything(merged))
+    assert_same(everything(type(model).from_pretrained(tmp_path / "merged")), everything(merged))
     read = peft.PeftModel.from_pretrained(plain(tmp_path / "base"), tmp_path / "adapter")
     assert_same(everything(read), everything(oracle))

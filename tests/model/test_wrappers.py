@@ -93,8 +93,7 @@ def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path
 def test_a_process_group_of_some_ranks_is_refused() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    on_device = tiny_model("llama").to(device_here())
-    model = DistributedDataParallel(on_device, process_group=groups[rank // 2])
+    model = DistributedDataParallel(tiny_model("llama").to(device_here()), process_group=groups[rank // 2])
     batch = {key: value.to(device_here()) for key, value in ragged_batches(1)[0].items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: dict[str, Callable[[], Any]] = {

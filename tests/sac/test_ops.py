@@ -94,8 +94,7 @@ def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
         ({}, [0, 1, 2, 3]),
         ({"ratio": 0}, []),
     ):
-        names = fs.apply_sac(model, **arguments, save="self_attn")
-        assert names == [f"model.layers.{i}" for i in chosen]
+        assert fs.apply_sac(model, **arguments, save="self_attn") == [f"model.layers.{i}" for i in chosen]
         products, kernels, gradients = _step(model)
         assert (products - plain, kernels - attention) == (2 * len(chosen), 0)
         assert_same(gradients, expected)
@@ -263,8 +262,7 @@ class Disturbed(nn.Module):
             up = torch.nextafter(logits, torch.full_like(logits, torch.inf)) - logits
             up[:, [0, 1, 3]] = 0
         logits = logits + up * (self.disturb and self.calls % 2 == 0)
-        probabilities = logits.softmax(-1)
-        values, indices = probabilities.topk(self.top_k, dim=-1)
+        values, indices = logits.softmax(-1).topk(self.top_k, dim=-1)
         values /= values.sum(-1, keepdim=True)
         return logits, values, indices
 
@@ -354,5 +352,4 @@ def test_only_blocks_that_decide_pay() -> None:
             "PhimoeForCausalLM": True,
             "GptOssForCausalLM": True,
         }.items():
-            blocks = fs.find_blocks(tiny_architecture(name))
-            assert any(map(decides, blocks.values())) == expected, name
+            assert any(map(decides, fs.find_blocks(tiny_architecture(name)).values())) == expected, name

@@ -103,10 +103,9 @@ def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torc
     """By transformers, or with ``ours`` by this library: so many ranks share out the experts."""
     if options is None or "ours" not in options:
         return load_native(folder, options, dtype=dtype)
-    replicas = options.get("dp_replicate_size", 1)
     return composed(
         folder,
-        mesh=mesh_here(dp_replicate=replicas),
+        mesh=mesh_here(dp_replicate=options.get("dp_replicate_size", 1)),
         master_dtype=dtype,
         mp_policy=FLOAT32,
         ep_size=options["ours"],
@@ -209,8 +208,7 @@ def _resume(folder: str, root: str, options: dict[str, int] | None) -> tuple[Any
             parameter.zero_()
     fs.load_checkpoint(f"{root}/ckpt", model=model, optimizer=optimizer)
     half = everything(model, optimizer)
-    losses = _train(model, optimizer, SECOND, options)
-    return half, losses, everything(model, optimizer)
+    return half, _train(model, optimizer, SECOND, options), everything(model, optimizer)
 
 
 def _weights(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -117,8 +117,7 @@ def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: 
     assert_same(found[1], expected[1])
     count, size = held(model)
     names = {name for name, p in model.named_parameters() if isinstance(local_of(p), PackedShard)}
-    wanted = {name for name, p in dense.named_parameters() if is_packed(name, p)}
-    assert names == wanted or kind == "stored"
+    assert names == {name for name, p in dense.named_parameters() if is_packed(name, p)} or kind == "stored"
     return found, size * 8 / count
 
 
@@ -133,8 +132,7 @@ def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.
     loss, gradients = oracle_gradients(oracle, BATCHES)
     assert found[0] == pytest.approx(loss, rel=1e-5)
     for name, moved in found[1].items():
-        gradient = gradients.get(name, torch.zeros_like(moved))
-        assert torch.allclose(moved, gradient, rtol=1e-3, atol=1e-6), name
+        assert torch.allclose(moved, gradients.get(name, torch.zeros_like(moved)), rtol=1e-3, atol=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -380,8 +378,7 @@ def _names(config: Any) -> frozenset[str]:
 
 
 def test_routers_and_what_lies_outside_of_blocks_are_not_packed() -> None:
-    config = tf.Qwen3MoeConfig(**SIZES, **SPARSE, num_experts=40, head_dim=16)
-    names = run_distributed(_names, 1, config)[0]
+    names = run_distributed(_names, 1, tf.Qwen3MoeConfig(**SIZES, **SPARSE, num_experts=40, head_dim=16))[0]
     assert {name.rpartition("layers.0.")[2] for name in names if "layers.0." in name} == {
         *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
         *(f"mlp.experts.{part}_proj" for part in ("gate_up", "down")),

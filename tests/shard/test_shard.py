@@ -41,8 +41,7 @@ def test_float32_masters_and_bfloat16_compute() -> None:
             b.dtype == buffers[n].dtype and torch.equal(full(b), buffers[n]) for n, b in model.named_buffers()
         )
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        tied = getattr(model.config, "tie_word_embeddings", False)
-        assert (head.weight is embedding.weight) == tied
+        assert (head.weight is embedding.weight) == getattr(model.config, "tie_word_embeddings", False)
         # bfloat16 compute on float32 masters: what the plain bfloat16 model computes, bit for bit.
         batch = ragged_batches(2)[0]
         inputs = {name: batch[name].to(device_here()) for name in ("input_ids", "attention_mask")}
@@ -131,8 +130,7 @@ def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
     for _ in range(2):
         model.zero_grad()
         model(ids).square().sum().backward()
-        actual = {name: full(p.grad) for name, p in model.named_parameters()}
-        assert largest_error(actual, expected) < 1e-10
+        assert largest_error({name: full(p.grad) for name, p in model.named_parameters()}, expected) < 1e-10
     assert model.layers[0].shared.weight is model.layers[2].shared.weight
 
 

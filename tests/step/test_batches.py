@@ -120,8 +120,7 @@ def test_ranks_with_different_options_are_refused() -> None:
 
 
 def _batch(seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
@@ -186,8 +185,7 @@ def _right() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("case", _right())
 def test_what_is_no_mistake_is_trained(case: str) -> None:
     model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert not fs.train_step(model, [_right()[case]], optimizer).skipped
+    assert not fs.train_step(model, [_right()[case]], torch.optim.SGD(model.parameters(), lr=0.1)).skipped
 
 
 def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:

@@ -73,8 +73,7 @@ def _one_way(model: Any, batches: list[Any]) -> float:
     with torch.no_grad():
         for batch in batches:
             labels = batch["labels"][:, 1:]
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            logits = model(**inputs).logits[:, :-1]
+            logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits[:, :-1]
             counts = labels != -100
             right += int(((logits.argmax(-1) == labels) & counts).sum())
             targets += int(counts.sum())

@@ -253,11 +253,10 @@ def _nested(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _padded(batch: Any) -> dict[str, torch.Tensor]:
     ids = batch["input_ids"].to_padded_tensor(0)
     lengths = batch["input_ids"].offsets().diff()
-    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return {
         "input_ids": ids,
         "labels": batch["labels"].to_padded_tensor(-100),
-        "attention_mask": mask.long(),
+        "attention_mask": (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long(),
     }
 
 

@@ -59,8 +59,7 @@ def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: An
     beside = tiny_model("llama")
     model = copy.deepcopy(beside)
     expected = _plain(beside, windows)
-    mesh = mesh_here(**mesh_shape)
-    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     optimizers = _two(model)
     schedulers = _schedulers(optimizers)
     for window, (loss, norm) in zip(windows, expected, strict=True):
@@ -85,8 +84,7 @@ def test_an_inf_in_one_of_them_skips_all() -> None:
     optimizers = _two(model)
     schedulers = _schedulers(optimizers)
     scaler = torch.amp.GradScaler(device_type(), init_scale=8.0)
-    poisoned = model.model.layers[0].self_attn.q_proj.weight
-    handle = poisoned.register_hook(lambda gradient: gradient * math.inf)
+    handle = model.model.layers[0].self_attn.q_proj.weight.register_hook(lambda gradient: gradient * math.inf)
     result = fs.train_step(model, window, optimizers, scheduler=schedulers, scaler=scaler)
     assert (result.skipped, result.skip_reason) == (True, "inf gradients")
     assert scaler.get_scale() == 4.0
@@ -303,12 +301,11 @@ def test_the_scaler_goes_on_after(what: str) -> None:
 @on_ranks(4)
 def test_the_norm_over_several_meshes_is_that_of_the_whole() -> None:
     rows = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
-    columns = init_device_mesh(device_type(), (4,))
     layouts = [
         (rows, [Shard(0), Shard(1)]),
         (rows["a"], [Shard(0)]),
         (rows["b"], [Replicate()]),
-        (columns, [Shard(0)]),
+        (init_device_mesh(device_type(), (4,)), [Shard(0)]),
     ]
     for max_norm in (None, 0.5, 1e9):
         torch.manual_seed(0)

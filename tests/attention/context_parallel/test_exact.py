@@ -209,8 +209,7 @@ def _distances(name: str, dtype: torch.dtype) -> dict[str, list[tuple[float, flo
     # What both compute with are the rounded weights.
     truth, plain = copy.deepcopy(model).to(dtype).double(), copy.deepcopy(model).to(dtype)
     mesh = mesh_here(cp=2)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    sharing_rows(model, mesh, mp_policy=policy)
+    sharing_rows(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     found: dict[str, list[tuple[float, float]]] = {"in parts": [], "plain": []}
     for seed in range(4):
         rows = rows_of([9, 23, 1, 14, 17], seed=seed)

@@ -69,8 +69,7 @@ def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], optio
                 for share_ in range(shares)
             ]
             kinds = [PACKED, PADDED]
-            window = [batch_of(rows[share][i], kinds[i]) for i in range(2)]
-            result = fs.train_step(model, window, optimizer)
+            result = fs.train_step(model, [batch_of(rows[share][i], kinds[i]) for i in range(2)], optimizer)
             everything = [row for own in rows for batch in own for row in batch]
             loss, norm = _plain_step(oracle, beside, everything)
             assert abs(result.loss - loss) < close * loss

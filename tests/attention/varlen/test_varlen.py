@@ -41,8 +41,7 @@ def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[s
 
 
 def packed(count: int = 6, *, seed: int = 3, longest: int = 24, **options: Any) -> dict[str, torch.Tensor]:
-    rows = drawn_rows(count, seed=seed, longest=longest)
-    return fs.PackedCollator(max_length=4096, **options)(rows)
+    return fs.PackedCollator(max_length=4096, **options)(drawn_rows(count, seed=seed, longest=longest))
 
 
 # --- the same results -------------------------------------------------------------------------------------
@@ -253,8 +252,7 @@ def test_arguments_of_the_cuda_kernel(family: str, monkeypatch: pytest.MonkeyPat
         {-1} if family != "gemma3" else {_window(model) - 1}
     )
     assert actual_loss == pytest.approx(loss, rel=1e-2)
-    widen = [{n: g.float() for n, g in some.items()} for some in (actual, expected)]
-    assert largest_error(*widen) < 4e-2
+    assert largest_error(*[{n: g.float() for n, g in some.items()} for some in (actual, expected)]) < 4e-2
     model.float()
     gradients(model, batch)
     assert len(calls) == 3, "the kernel takes no float32"
