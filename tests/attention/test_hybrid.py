@@ -112,13 +112,15 @@ def train_packed(family: str, ratio: int, dtype: torch.dtype | None) -> dict[str
     model = tiny_hybrid(family)
     fs.apply_sac(model, ratio)
     fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
     rank = torch.distributed.get_rank()
     window = [packed(drawn_rows(5, seed=seed)) for seed in (rank, 2 + rank)]
-    result = fs.train_step(model, window, optimizer, max_grad_norm=None)
-    steps = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}
-    return {"loss": result.loss, "targets": result.num_targets, "steps": steps}
+    result = fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=None)
+    return {
+        "loss": result.loss,
+        "targets": result.num_targets,
+        "steps": {name: before[name] - full(p.detach()) for name, p in model.named_parameters()},
+    }
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -75,8 +75,9 @@ def make(mesh: Any = None, width: int = 256) -> tuple[nn.Module, torch.optim.Opt
     """The model and an AdamW that has stepped."""
     model = Net(width)
     if mesh is not None:
-        blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
-        fs.shard_model(model, mesh=mesh, blocks=blocks)
+        fs.shard_model(
+            model, mesh=mesh, blocks={f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -217,10 +218,8 @@ def _wait(done: Callable[[], bool], seconds: float) -> None:
 def _join(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60)
-    )
+    options = {"init_method": f"file://{folder / 'store'}", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, **options)
 
 
 def _save_forever(folder: Path, rank: int, trial: Trial) -> None:

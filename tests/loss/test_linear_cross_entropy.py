@@ -165,8 +165,9 @@ def test_a_scaler_prevents_underflow_in_float16() -> None:
 def test_shapes_strides_and_autocast() -> None:
     hidden, weight, labels, _ = draw_head(torch.float32, rows=130)
     expected = fs.linear_cross_entropy_sum(hidden, weight, labels)
-    shaped = fs.linear_cross_entropy_sum(hidden.view(2, 65, -1), weight, labels.view(2, 65))
-    assert torch.equal(shaped, expected)
+    assert torch.equal(
+        fs.linear_cross_entropy_sum(hidden.view(2, 65, -1), weight, labels.view(2, 65)), expected
+    )
     strided = fs.linear_cross_entropy_sum(hidden.T.contiguous().T, weight.T.contiguous().T, labels)
     assert relative_error(strided, expected) <= 1e-6
     mine = leaves_of(hidden, weight)

@@ -230,9 +230,8 @@ def test_weights_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: 
     monkeypatch.setattr("fsdp_sft.loss.blocks.products_for", _Gained)
     hidden, weight, labels, bias = draw_head(torch.float64)
     own = leaves_of(hidden, weight, bias) if trained else [*leaves_of(hidden), weight, bias]
-    logits = own[0] @ own[1].T + own[2]
     weights = size * torch.randn(len(labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = F.cross_entropy(logits, labels, reduction="none") * weights
+    expected = F.cross_entropy(own[0] @ own[1].T + own[2], labels, reduction="none") * weights
     found, _ = head_losses(own[0], own[1], labels, bias=own[2], summed=False)
     leaves = [leaf for leaf in own if leaf.requires_grad]
     gradients = [torch.autograd.grad(one.sum(), leaves) for one in (found * weights, expected)]

@@ -256,10 +256,9 @@ def test_a_loss_that_cannot_be_compared_is_refused_or_left_out_by_name() -> None
 
 @pytest.mark.parametrize("impl", ["auto", "logits"])
 def test_a_loss_that_only_a_batch_calls_forth_is_refused(impl: Any) -> None:
-    model = _changed(_entropy)
     batch = {**ragged_batches(2)[0], "extra": torch.ones(3)}
     with pytest.raises(fs.ModelLossError, match="returned a loss although it was given no labels"):
-        fs.loss_sum(with_loss(model, impl=impl), batch)
+        fs.loss_sum(with_loss(_changed(_entropy), impl=impl), batch)
 
 
 # --- a router's loss of micro-batches: beside all rows by themselves in one plain process ------------------
@@ -336,7 +335,6 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         window = [_batch(rank, m, kind) for m in range(3)]
         fs.prepare_loss(model, impl=impl, router_loss="micro_batch")
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         everything = [_batch(r, m, kind) for r in range(ranks) for m in range(3)]
         found = fs.evaluate(model, everything if rank == 0 else [])
         targets = fs.count_targets(window)
@@ -344,7 +342,7 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
             here = {name: value.to(device_here()) for name, value in batch.items()}
             fs.causal_lm_loss(model, here, num_targets=targets).backward()
         own = gradients_of(model)
-        result = fs.train_step(model, window, optimizer, max_grad_norm=None)
+        result = fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=None)
     assert result.num_tokens == sum(len(ids) for own in rows for ids, _ in own)
     for loss, added in ((result.loss, result.router_loss), (found.loss, found.router_loss)):
         assert loss == pytest.approx(float(entropy), rel=1e-12)

@@ -215,10 +215,8 @@ def test_weights_of_a_batch_that_cannot_be(wrong: str) -> None:
 
 
 def test_a_loss_of_ones_own_with_weights_needs_their_sum() -> None:
-    model = tiny_model("llama")
-    batch = weighted_batches(1)[0]
     with pytest.raises(ValueError, match="take num_targets from count_targets"):
-        fs.causal_lm_loss(model, batch, num_targets=7)
+        fs.causal_lm_loss(tiny_model("llama"), weighted_batches(1)[0], num_targets=7)
 
 
 def test_shifted_labels_bring_shifted_weights() -> None:

@@ -218,8 +218,9 @@ def test_nothing_is_saved_loaded_or_trained_while_adapters_are_merged(tmp_path: 
 
 
 def _adapted(kind: str, **options: Any) -> Any:
-    config = getattr(peft, f"{kind}Config")(target_modules=["q_proj"], **options)
-    return fs.add_adapters(tiny_model("llama"), config)
+    return fs.add_adapters(
+        tiny_model("llama"), getattr(peft, f"{kind}Config")(target_modules=["q_proj"], **options)
+    )
 
 
 LORA = {"r": 4, "lora_alpha": 8}

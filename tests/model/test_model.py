@@ -197,8 +197,9 @@ def test_blocks_of_decoders_encoder_decoders_and_classifiers(family: str, prefix
 
 def test_by_class_takes_the_outermost() -> None:
     model = tiny_model("llama")
-    attentions = fs.find_blocks(model, block_cls="LlamaAttention")
-    assert list(attentions) == [f"model.layers.{i}.self_attn" for i in range(3)]
+    assert list(fs.find_blocks(model, block_cls="LlamaAttention")) == [
+        f"model.layers.{i}.self_attn" for i in range(3)
+    ]
     several = fs.find_blocks(model, block_cls=["LlamaDecoderLayer", nn.Linear])
     assert list(several) == [f"model.layers.{i}" for i in range(3)] + ["lm_head"]
 
@@ -209,13 +210,14 @@ def _layer() -> nn.Module:
 
 def test_containers_that_are_never_called_are_no_blocks() -> None:
     """nanoGPT, litgpt and nanochat keep their trunk in a ModuleDict; others nest lists."""
-    parts = {
-        "wte": nn.Embedding(11, 8),
-        "h": nn.ModuleList(_layer() for _ in range(3)),
-        "ln_f": nn.LayerNorm(8),
-    }
     model = nn.Module()
-    model.transformer = nn.ModuleDict(parts)
+    model.transformer = nn.ModuleDict(
+        {
+            "wte": nn.Embedding(11, 8),
+            "h": nn.ModuleList(_layer() for _ in range(3)),
+            "ln_f": nn.LayerNorm(8),
+        }
+    )
     model.lm_head = nn.Linear(8, 11)
     assert list(fs.find_blocks(model)) == [f"transformer.h.{i}" for i in range(3)]
     model.transformer["head"] = nn.Sequential(nn.Linear(8, 8), nn.GELU())

@@ -83,11 +83,12 @@ def test_adapters_are_not_put_into_them_or_frozen_with_them(given: Any) -> None:
 def _with_pixels(batch: dict[str, Any]) -> dict[str, Any]:
     """An image, of four tokens, at the beginning of each row."""
     rows = len(batch["input_ids"])
-    ids = torch.cat([torch.full((rows, 4), 2), batch["input_ids"]], 1)
-    labels = torch.cat([torch.full((rows, 4), -100), batch["labels"]], 1)
-    mask = torch.cat([torch.ones(rows, 4, dtype=torch.long), batch["attention_mask"]], 1)
-    pixels = torch.randn(rows, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": pixels}
+    return {
+        "input_ids": torch.cat([torch.full((rows, 4), 2), batch["input_ids"]], 1),
+        "labels": torch.cat([torch.full((rows, 4), -100), batch["labels"]], 1),
+        "attention_mask": torch.cat([torch.ones(rows, 4, dtype=torch.long), batch["attention_mask"]], 1),
+        "pixel_values": torch.randn(rows, 3, 28, 28, generator=torch.Generator().manual_seed(0)),
+    }
 
 
 def _accumulate(folder: Path, freeze_towers: bool, pixels_in: int | None) -> None:

@@ -91,9 +91,10 @@ def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path
 
 @on_ranks(4)
 def test_a_process_group_of_some_ranks_is_refused() -> None:
-    rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = DistributedDataParallel(tiny_model("llama").to(device_here()), process_group=groups[rank // 2])
+    model = DistributedDataParallel(
+        tiny_model("llama").to(device_here()), process_group=groups[dist.get_rank() // 2]
+    )
     batch = {key: value.to(device_here()) for key, value in ragged_batches(1)[0].items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: dict[str, Callable[[], Any]] = {
@@ -134,10 +135,11 @@ def test_what_cannot_be_followed_is_refused_by_name() -> None:
 
     part = tiny_model("llama")
     part.model.layers[0] = DistributedDataParallel(part.model.layers[0])
-    sharded = tiny_model("llama")
     inner = tiny_model("llama")
     cases = {
-        "FullyShardedDataParallel": FullyShardedDataParallel(sharded, device_id=torch.device("cpu")),
+        "FullyShardedDataParallel": FullyShardedDataParallel(
+            tiny_model("llama"), device_id=torch.device("cpu")
+        ),
         "DataParallel": nn.DataParallel(tiny_model("llama")),
         "DeepSpeedEngine": DeepSpeedEngine(inner, inner),
         "only a part": part,

@@ -95,8 +95,9 @@ def mixtral(tmp_path_factory: Any) -> str:
 
 def _expected(model: Any, batches: list[Any], max_norm: float) -> tuple[float, float, dict[str, Any]]:
     model, gradients = copy.deepcopy(model), dict[str, torch.Tensor]()
-    losses = [plain.mean_loss(model, batches)]
-    return *plain.step(model, losses, [], max_norm=max_norm, keep=gradients), gradients
+    return *plain.step(
+        model, [plain.mean_loss(model, batches)], [], max_norm=max_norm, keep=gradients
+    ), gradients
 
 
 def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torch.float32) -> Any:
@@ -121,12 +122,11 @@ def _check_step(folder: str, options: dict[str, int], dtype: torch.dtype, prepar
     if "compile" in prepare:
         fs.compile_blocks(model, backend="aot_eager")
     before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     fs.prepare_loss(model, impl="chunked" if "chunked" in prepare else "logits", router_loss="off")
     result = fs.train_step(
         model,
         rows_of_rank(batches, options),
-        optimizer,
+        torch.optim.SGD(model.parameters(), lr=1.0),
         max_grad_norm=0.05,
         grad_sync="last" if "last" in prepare else "each",
     )

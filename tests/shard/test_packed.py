@@ -93,9 +93,8 @@ def train(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: full(p).detach().clone() for name, p in trained.items()}
-    optimizer = torch.optim.SGD(trained.values(), lr=1.0)
     window = BATCHES[: 4 - 4 % ranks][rank::ranks]
-    result = fs.train_step(model, window, optimizer, max_grad_norm=None)
+    result = fs.train_step(model, window, torch.optim.SGD(trained.values(), lr=1.0), max_grad_norm=None)
     after = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return result.loss, {name: before[name] - full(p).detach() for name, p in after.items()}
 
@@ -235,8 +234,9 @@ def test_a_step_names_its_base_and_exports_are_merged(kind: str, tmp_path: Path)
     oracle = fs.add_adapters(plain(tmp_path / "values"), lora("llama")).train()
     optimizer = torch.optim.AdamW([p for p in oracle.parameters() if p.requires_grad], lr=1e-2)
     for step, found in enumerate(losses):
-        loss = oracle_loss(oracle, ragged_batches(6, seed=step))
-        expected, _ = plainly.step(oracle, [loss], [optimizer], max_norm=1.0)
+        expected, _ = plainly.step(
+            oracle, [oracle_loss(oracle, ragged_batches(6, seed=step))], [optimizer], max_norm=1.0
+        )
         assert found == pytest.approx(expected, rel=1e-5)
     read = peft.PeftModel.from_pretrained(plain(tmp_path / "values"), tmp_path / "adapter")
     merged = read.merge_and_unload()
@@ -354,9 +354,10 @@ def _check_refused(folder: Path) -> None:
         torch.save(model.state_dict(), folder / "state.pt")
     with pytest.raises(fs.UnsupportedModelError, match="kept packed"):
         model.to(torch.float16)
-    table = fs.describe_sharding(model)
     assert re.search(
-        r"bfloat16, float32, nf4 .*\n.*packed: 14 weights, [45]\.\d\d bits a value", table, re.DOTALL
+        r"bfloat16, float32, nf4 .*\n.*packed: 14 weights, [45]\.\d\d bits a value",
+        fs.describe_sharding(model),
+        re.DOTALL,
     )
     shard = next(p for p in model.parameters() if isinstance(local_of(p), PackedShard))
     with pytest.raises(fs.UnsupportedModelError, match="kept packed"):

@@ -61,8 +61,8 @@ def test_frozen_parameters_keep_their_dtype_or_take_the_one_asked_for() -> None:
         fs.shard_model(model, mesh=mesh_here(), frozen_dtype=frozen_dtype)
         for p in model.parameters():
             assert p.dtype == (torch.float32 if p.requires_grad else expected)
-        result = fs.train_step(model, ragged_batches(2)[:1], torch.optim.AdamW(model.parameters(), lr=1e-3))
-        assert result.skipped is False
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        assert not fs.train_step(model, ragged_batches(2)[:1], optimizer).skipped
 
 
 def _own_loss_gradients(model: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -155,8 +155,9 @@ def test_modules_kept_in_float32_are_honoured_or_named() -> None:
         wo.register_forward_pre_hook(lambda m, args, seen=seen: seen.append((m.weight.dtype, args[0].dtype)))
         output = model(**batch)
         assert seen == [(torch.float32, torch.float32)]
-        expected = plain.to(device_here())(**batch).logits
-        assert torch.equal(output.logits, expected), "what plain transformers computes"
+        assert torch.equal(output.logits, plain.to(device_here())(**batch).logits), (
+            "what plain transformers computes"
+        )
         output.loss.backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
@@ -195,11 +196,10 @@ def test_description_lists_groups_with_local_bytes() -> None:
     fs.shard_model(model, mesh=mesh_here(dp_replicate=2), offload_policy=CPUOffloadPolicy())
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2]]))  # leaves the root gathered
-    text = fs.describe_sharding(model)
     plain = tiny_model("qwen2-tied")
     layer = sum(p.numel() for p in plain.model.layers[0].parameters())
     root = sum(p.numel() for p in plain.parameters()) - 3 * layer
-    lines = text.splitlines()
+    lines = fs.describe_sharding(model).splitlines()
     blocks = next(line for line in lines if line.startswith("model.layers.0 ... model.layers.2"))
     assert blocks.split()[3:6] == ["3", f"{layer:,}", f"{layer:,}"]
     assert "(Replicate(), Shard(dim=0))" in blocks
@@ -425,5 +425,6 @@ def test_a_head_that_is_asked_for_its_dtype_before_it_is_gathered() -> None:
         model = tiny_architecture(name)
         expected = copy.deepcopy(model).to(torch.bfloat16)(input_ids=ids, use_cache=False).logits
         fs.shard_model(model, mesh=mesh_here())
-        logits = model(input_ids=ids, use_cache=False).logits.cpu()
-        torch.testing.assert_close(logits, expected, rtol=0.0, atol=0.1)
+        torch.testing.assert_close(
+            model(input_ids=ids, use_cache=False).logits.cpu(), expected, rtol=0.0, atol=0.1
+        )

@@ -233,8 +233,9 @@ def _train(
     torch.manual_seed(7)
     found: list[Any] = []
     for seed in range(2):
-        batches = ragged_batches(4, seed=seed)[context.rank :: context.world_size]
-        step = fs.train_step(model, batches, optimizer)
+        step = fs.train_step(
+            model, ragged_batches(4, seed=seed)[context.rank :: context.world_size], optimizer
+        )
         found += [step.loss, step.grad_norm]
     return [*found, _digest([full(p).detach() for p in model.parameters()])]
 

@@ -35,8 +35,9 @@ def _seeing(**mesh: int) -> Any:
     torch.manual_seed(0)
     model = Seeing(tiny_config("llama")).train()
     mesh = mesh_here(**mesh)
-    groups = {**fs.find_blocks(model), "tower": model.tower}
-    return fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, blocks=groups)
+    return fs.shard_model(
+        model, mesh=mesh, mp_policy=FLOAT32, blocks={**fs.find_blocks(model), "tower": model.tower}
+    )
 
 
 def _with_image(batch: dict[str, Any]) -> dict[str, Any]:

@@ -374,13 +374,14 @@ def test_refused_on_all_ranks(case: str) -> None:
 def test_one_process_trains_what_it_is_given() -> None:
     model, scale = tiny_model("llama"), nn.Parameter(torch.ones(()))
     model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
-    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     before = model.lm_head.weight.detach().clone()
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         return scale * fs.loss_sum(model, batch)[0]
 
-    fs.train_step(model, ragged_batches(2), optimizer, loss_fn=loss)
+    fs.train_step(
+        model, ragged_batches(2), torch.optim.SGD([*model.parameters(), scale], lr=0.1), loss_fn=loss
+    )
     assert scale != 1.0
     assert torch.equal(before, model.lm_head.weight)
 

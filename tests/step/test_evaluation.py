@@ -109,8 +109,9 @@ def test_it_is_that_of_plain_logits_and_counts_shared_rows_once(family: str, imp
     for window in (own, weighted):
         assert fs.evaluate(model, window).token_accuracy == pytest.approx(expected[0], abs=1e-12)
     # Ranks with unequal numbers of batches: all of one rank's, and the first of the others'.
-    uneven = batches[::2] if rank == 0 else []
-    assert fs.evaluate(model, uneven).token_accuracy == pytest.approx(expected[1], abs=1e-12)
+    assert fs.evaluate(model, batches[::2] if rank == 0 else []).token_accuracy == pytest.approx(
+        expected[1], abs=1e-12
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for window in (own, weighted):
         assert fs.train_step(model, window, optimizer).token_accuracy == pytest.approx(expected[0], abs=1e-12)

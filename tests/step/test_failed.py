@@ -117,14 +117,13 @@ def test_a_window_that_was_given_up_leaves_nothing(how: str) -> None:
     fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     batches = ragged_batches(4)
     window, targets = batches[dist.get_rank() :: 2], fs.count_targets(batches[dist.get_rank() :: 2])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     raised = pytest.raises(KeyError) if how == "by an exception" else nullcontext()
     with raised, fs.gradient_sync(model, "none"):
         fs.causal_lm_loss(model, window[0], num_targets=targets).backward()
         if how == "by an exception":
             raise KeyError("the caller's")
     model.zero_grad()
-    result = fs.train_step(model, window, optimizer, max_grad_norm=None)
+    result = fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=0.0), max_grad_norm=None)
     oracle = oracle_loss(plain, [{k: v.to(device_here()) for k, v in b.items()} for b in batches])
     assert result.grad_norm == pytest.approx(step_of(plain, [oracle], [])[1], rel=1e-5)
 

@@ -47,9 +47,11 @@ def _steps(form: str, micro_batches: int) -> dict[str, Any]:
     *first, last = windows_of_rank(micro_batches, on_device)
     for window in first:
         fs.train_step(model, window, optimizer, **options)
-    step = _waits_of(lambda: fs.train_step(model, last, optimizer, **options))
-    evaluation = _waits_of(lambda: fs.evaluate(model, last))
-    return {"step": step, "evaluate": evaluation, "touched": torch.sim.touched()}
+    return {
+        "step": _waits_of(lambda: fs.train_step(model, last, optimizer, **options)),
+        "evaluate": _waits_of(lambda: fs.evaluate(model, last)),
+        "touched": torch.sim.touched(),
+    }
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -133,8 +133,9 @@ def test_what_no_optimizer_of_several_has_is_named() -> None:
     parts = [LambdaLR(halves[0], lambda _: 1.0), LambdaLR(halves[0], lambda _: 0.5)]
     frozen = parameters[-1].requires_grad_(False)
     before = frozen.clone()
-    sequence = SequentialLR(halves[0], parts, milestones=[1])
-    assert not fs.train_step(model, window, halves, scheduler=sequence).skipped
+    assert not fs.train_step(
+        model, window, halves, scheduler=SequentialLR(halves[0], parts, milestones=[1])
+    ).skipped
     assert torch.equal(frozen, before)
 
 
@@ -209,10 +210,11 @@ def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
             parameter.grad = gradients[key]
         model = fs.shard_model(copy.deepcopy(beside), mesh=mesh_here(), mp_policy=FLOAT32)
         make: Any = getattr(torch.optim, name)
-        optimizer = make(model.parameters(), lr=1e-3, **options)
         refused = ""
         try:
-            fs.train_step(model, window[rank::ranks], optimizer, max_grad_norm=None)
+            fs.train_step(
+                model, window[rank::ranks], make(model.parameters(), lr=1e-3, **options), max_grad_norm=None
+            )
             make(expected.parameters(), lr=1e-3).step()
         except fs.OptimizerError as error:
             refused = str(error)

@@ -187,9 +187,8 @@ def _plain(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
     )
     loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return loss.item(), gradients
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

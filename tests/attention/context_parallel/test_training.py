@@ -56,11 +56,10 @@ def _plain_step(oracle: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) 
 )
 @on_ranks()
 def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], options: dict[str, Any]) -> None:
-    mesh = mesh_here(**shape)
     # A recomputation does not see what AllFloat64 does.
     inside, close = (AllFloat64(), 1e-9) if "sac" not in options else (nullcontext(), 1e-6)
     with inside:
-        model, oracle = _start(mesh, **options)
+        model, oracle = _start(mesh_here(**shape), **options)
         optimizer, beside = _adamw(model.parameters()), _adamw(oracle.parameters())
         share, shares = dist.get_rank() // shape["cp"], dist.get_world_size() // shape["cp"]
         for step in range(3):
@@ -197,10 +196,9 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
 @on_ranks(4)
 def test_groups_do_not_make_up_for_each_other() -> None:
     """Two groups that have mixed up their batches, and fields that no loss looks at."""
-    mesh = mesh_here(cp=2, dp_shard=2)
     rank = dist.get_rank()
     crossed = [batch_of(rows_of(LENGTHS, seed=int(rank in (1, 2))), PACKED)]
-    model = sharing_rows(tiny_model("qwen3"), mesh)
+    model = sharing_rows(tiny_model("qwen3"), mesh_here(cp=2, dp_shard=2))
     same = batch_of(rows_of(LENGTHS), PACKED)
     kinds = {**same, "token_type_ids": torch.full_like(same["input_ids"], rank % 2)}
     for batches in (crossed, [kinds]):
@@ -211,11 +209,10 @@ def test_groups_do_not_make_up_for_each_other() -> None:
 @on_ranks(2)
 def test_padding_on_the_left_does_not_see_filler() -> None:
     """A target told from padding, which sees nothing: eager attention then looks at all keys alike."""
-    mesh = mesh_here(cp=2)
     model = tiny_model("qwen3")
     model.set_attn_implementation("eager")
     oracle = copy.deepcopy(model)
-    sharing_rows(model, mesh)
+    sharing_rows(model, mesh_here(cp=2))
     ids = rows_of([13], seed=3)[0][0][None]
     mask = (torch.arange(13) >= 5).long()[None]
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
@@ -244,11 +241,10 @@ def test_without_cp_any_model_is_left_alone() -> None:
 
 
 def _check_resume(folder: str, cp: int, save: bool) -> list[float]:
-    mesh = mesh_here(cp=cp)
     share, shares = dist.get_rank() // cp, dist.get_world_size() // cp
     losses = []
     with AllFloat64():
-        model, _ = _start(mesh)
+        model, _ = _start(mesh_here(cp=cp))
         optimizer = _adamw(model.parameters())
         if not save:
             fs.load_checkpoint(folder, model=model, optimizer=optimizer)
@@ -264,8 +260,9 @@ def _check_resume(folder: str, cp: int, save: bool) -> list[float]:
 def test_training_goes_on_at_another_cp(tmp_path: Path) -> None:
     saved = run_distributed(_check_resume, 4, str(tmp_path), 2, True)[0]
     for ranks, cp in ((2, 2), (4, 4), (2, 1)):
-        resumed = run_distributed(_check_resume, ranks, str(tmp_path), cp, False)[0]
-        assert resumed == pytest.approx(saved[2:], rel=1e-10)
+        assert run_distributed(_check_resume, ranks, str(tmp_path), cp, False)[0] == pytest.approx(
+            saved[2:], rel=1e-10
+        )
 
 
 def test_one_row_of_positions_and_mask_is_that_of_all_rows() -> None:
