@@ -38,10 +38,10 @@ def tiny_hybrid(family: str) -> Any:
     """A tiny model of a family without a cache, with random weights that are the same in each call."""
     if family == "Lfm2":  # two layers of attention by the usual rules
         torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
         config = transformers.Lfm2Config(
-            **sizes, vocab_size=101, num_key_value_heads=2, num_hidden_layers=3, layer_types=LAYERS
-        )
+            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=3, layer_types=LAYERS,
+            num_attention_heads=4, num_key_value_heads=2,
+        )  # fmt: skip
         model = transformers.Lfm2ForCausalLM(config)
     else:
         model = tiny_architecture(f"{family}ForCausalLM")
@@ -108,10 +108,9 @@ def test_gradients_are_those_of_the_rows_alone(family: str) -> None:
 
 
 def train_packed(family: str, ratio: int, dtype: torch.dtype | None) -> dict[str, Any]:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = tiny_hybrid(family)
     fs.apply_sac(model, ratio)
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
     rank = torch.distributed.get_rank()
     window = [packed(drawn_rows(5, seed=seed)) for seed in (rank, 2 + rank)]
@@ -248,12 +247,8 @@ def test_kernels_get_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat([out for out, _ in outs], 1), None
 
     ops = SimpleNamespace(gated_delta_rule=SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule))
-    packages = {
-        "causal_conv1d": SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn),
-        "fla": SimpleNamespace(ops=ops),
-    }
-    for package, stub in packages.items():
-        monkeypatch.setitem(sys.modules, package, stub)
+    monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=ops))
     made = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(convolution.in_torch)
     monkeypatch.setattr(file, "causal_conv1d_fn", made)
     made = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(rule.in_torch)

@@ -80,8 +80,7 @@ def test_what_bfloat16_logits_predict_counts_as_right() -> None:
 
 def test_certain_and_hopeless_targets_have_finite_losses() -> None:
     hidden = torch.tensor([[200.0], [-200.0], [1e4]], requires_grad=True)
-    weight = torch.tensor([[1.0], [-1.0], [0.0]])
-    labels = torch.tensor([0, 0, 1])
+    weight, labels = torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([0, 0, 1])
     loss = fs.linear_cross_entropy_sum(hidden, weight, labels)
     assert float(loss.detach()) == pytest.approx(0 + 400 + 2e4)
     loss.backward()

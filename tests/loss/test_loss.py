@@ -79,8 +79,7 @@ def test_gradients_of_a_frozen_part(frozen: str) -> None:
         shard_by_heads(model, own_group=own_group)
         # Nothing was prepared: the first loss of the window does it.
         actual = window_gradients(model, own_batches(batches), accumulate=accumulate, impl="chunked")
-        error = largest_error(actual, expected)
-        assert error <= 1e-10, (own_group, accumulate, error)
+        assert largest_error(actual, expected) <= 1e-10, (own_group, accumulate)
 
 
 @on_ranks(2, timeout=240)
@@ -95,15 +94,13 @@ def test_mixed_precision_agrees_with_its_own_logits() -> None:
         loss.backward()
         reference, _ = fs.loss_sum(with_loss(model, impl="logits"), batches[0])
         assert relative_error(loss.detach(), reference.detach()) <= 1e-2
-        fused = window_gradients(model, batches, impl="chunked")
-        error = largest_error(fused, window_gradients(model, batches, impl="logits"))
-        assert error <= (5e-2 if dtype == torch.bfloat16 else 2e-2), error
+        gradients = [window_gradients(model, batches, impl=impl) for impl in ("chunked", "logits")]
+        assert largest_error(*gradients) <= (5e-2 if dtype == torch.bfloat16 else 2e-2)
 
 
 def test_a_first_token_is_no_target() -> None:
     """Nothing stands in front of it, whatever its label says; the counts agree on that with the loss."""
-    model = tiny_model("llama")
-    ids = torch.arange(3, 11).view(1, 8)
+    model, ids = tiny_model("llama"), torch.arange(3, 11).view(1, 8)
     all_of_them = {"input_ids": ids, "labels": ids.clone()}
     without_first = {"input_ids": ids, "labels": torch.where(torch.arange(8) > 0, ids, -100)}
     for impl in ("logits", "chunked"):

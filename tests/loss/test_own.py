@@ -18,6 +18,7 @@ from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_r
 from tests.harness.losses import gradients_of, with_loss
 from tests.harness.models import (
     FLOAT32,
+    TINY,
     VOCAB,
     AllFloat64,
     full,
@@ -34,8 +35,7 @@ COEFFICIENT = 0.5
 def _qwen3_moe(**overrides: Any) -> Any:
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = tf.Qwen3MoeConfig(**{**common, **experts, "num_key_value_heads": 2, **overrides})
+    config = tf.Qwen3MoeConfig(**{**TINY, **experts, "num_hidden_layers": 2, **overrides})
     return tf.Qwen3MoeForCausalLM(config).train()
 
 
@@ -81,9 +81,8 @@ def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None
             fs.loss_sum(model, batch)
         fs.loss_sum(with_loss(_mixture(output_router_logits=False), router_loss="off"), batch)
         fs.loss_sum(tiny_model("llama"), batch)
-    said = [r.getMessage() for r in caplog.records if "router" in r.getMessage()]
-    assert len(said) == 1
-    assert "router_aux_loss_coef=0.02" in said[0]
+    (said,) = (r.getMessage() for r in caplog.records if "router" in r.getMessage())
+    assert "router_aux_loss_coef=0.02" in said
     with pytest.raises(ValueError, match="router_loss must be None"):
         fs.loss_sum(with_loss(model, router_loss="window"), batch)
     with pytest.raises(fs.ModelLossError, match="has no router's loss"):
@@ -131,8 +130,10 @@ def _blip() -> Any:
 
 
 def _bart() -> Any:
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
-    config = tf.BartConfig(vocab_size=VOCAB, **sizes, max_position_embeddings=64, is_encoder_decoder=False)
+    config = tf.BartConfig(
+        vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=32,
+        max_position_embeddings=64, is_encoder_decoder=False,
+    )  # fmt: skip
     return tf.BartForCausalLM(config).train()
 
 
@@ -177,15 +178,13 @@ def test_a_loss_of_another_kind_is_refused_with_both_numbers(case: str) -> None:
     with pytest.raises(fs.ModelLossError, match=message):
         fs.prepare_loss(model, impl="logits")
     # The way that the message names is open.
-    count = int((batch["labels"] != -100).sum())
-    result = fs.train_step(
+    assert not fs.train_step(
         model,
         [batch],
         optimizer,
         loss_fn=lambda m, b: model(input_ids=b["input_ids"]).logits.float().square().sum(),
-        count_fn=lambda b: count,
-    )
-    assert result.skipped is False
+        count_fn=lambda b: int((b["labels"] != -100).sum()),
+    ).skipped
 
 
 class Silent(nn.Module):
@@ -226,8 +225,7 @@ class WithoutLogits(Changed):
 
 
 def test_a_loss_without_logits_is_compared_with_those_of_another_forward() -> None:
-    batch = ragged_batches(2)[0]
-    model = WithoutLogits(tiny_config("llama")).train()
+    batch, model = ragged_batches(2)[0], WithoutLogits(tiny_config("llama")).train()
     model.own = _entropy
     assert float(fs.loss_sum(model, batch)[0]) > 0
     model = copy.deepcopy(model)  # a copy is another model
@@ -344,9 +342,9 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
         own = gradients_of(model)
         result = fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=None)
     assert result.num_tokens == sum(len(ids) for own in rows for ids, _ in own)
-    for loss, added in ((result.loss, result.router_loss), (found.loss, found.router_loss)):
-        assert loss == pytest.approx(float(entropy), rel=1e-12)
-        assert added == pytest.approx(float(router), rel=1e-6)  # transformers counts choices in float32
+    for one in (result, found):
+        assert one.loss == pytest.approx(float(entropy), rel=1e-12)
+        assert one.router_loss == pytest.approx(float(router), rel=1e-6)  # it counts choices in float32
     moved = {name: before[name] - full(p) for name, p in model.named_parameters()}
     for gradients in (moved, own):
         assert largest_error(gradients, {name: p.grad for name, p in plain.named_parameters()}) <= 1e-6

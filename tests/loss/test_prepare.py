@@ -20,6 +20,7 @@ from tests.harness.losses import (
     ADDED,
     Largest,
     adapted_model,
+    gradients_of,
     own_batches,
     relative_error,
     shard_by_heads,
@@ -29,7 +30,6 @@ from tests.harness.losses import (
 from tests.harness.models import (
     FLOAT32,
     VOCAB,
-    full,
     largest_error,
     oracle_gradients,
     oracle_loss,
@@ -46,8 +46,7 @@ def test_preparing_leaves_the_model_as_it_was() -> None:
     fs.loss_sum(with_loss(model, impl="logits"), own_batches(ragged_batches(2))[0])[0].backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
-    modes = [module.training for module in model.modules()]
-    state = torch.get_rng_state()
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
     assert fs.prepare_loss(model) == "chunked"
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
@@ -55,15 +54,14 @@ def test_preparing_leaves_the_model_as_it_was() -> None:
         b is buffers[name][0] and torch.equal(b, buffers[name][1]) for name, b in model.named_buffers()
     )
     assert all(torch.equal(p.grad.to_local(), gradients[n].to_local()) for n, p in model.named_parameters())
-    assert "forward" not in vars(model)
-    assert "forward" not in vars(model.lm_head)
+    assert not any("forward" in vars(module) for module in (model, model.lm_head))
     assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
 
 
 def _odd(kind: str) -> Any:
     model = tiny_model("llama")
+    forward = model.forward
     if kind == "square after the head":
-        forward = model.forward
 
         def squared(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
@@ -78,7 +76,6 @@ def _odd(kind: str) -> Any:
         model.lm_head.lora = nn.Parameter(torch.zeros(VOCAB, 32))
         model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight + model.lm_head.lora)
     elif kind == "head used twice":
-        forward = model.forward
         model.forward = lambda *args, **kwargs: (
             model.lm_head(torch.ones(1, 1, 32)),
             forward(*args, **kwargs),
@@ -246,9 +243,7 @@ def _window(model: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tens
         loss = fs.causal_lm_loss(model, batch, num_targets=targets)
         loss.backward()
         total += float(loss.detach())
-    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return total, gradients
+    return total, gradients_of(model)
 
 
 @pytest.mark.parametrize("kind", [*ADAPTERS, *ADDED])
@@ -284,15 +279,13 @@ def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
 
 def _check_sharded() -> None:
     batches = ragged_batches(2)
-    mine = batches[dist.get_rank() :: dist.get_world_size()]
+    mine = own_batches(batches)
     for kind, impl in (("modules_to_save", "chunked"), ("lora", "logits")):
         model = adapted_model(kind)
         loss, expected = oracle_gradients(model, batches)
         fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
         assert fs.prepare_loss(model) == impl, kind
-        _, actual = _window(model, mine)
-        error = largest_error(actual, expected)
-        assert error <= 1e-6, (kind, error)
+        assert largest_error(_window(model, mine)[1], expected) <= 1e-6, kind
         assert fs.evaluate(model.eval(), mine).loss == pytest.approx(loss, rel=1e-6)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from tests.harness.losses import with_loss
+from tests.harness.losses import gradients_of, with_loss
 from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -128,8 +128,7 @@ def expected_step(
         total = total + oracle(logits, labels, own, label_smoothing, z_loss)
         weight += float(own[labels != -100].sum())
     (total / weight).backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return float(total.detach()) / weight, weight, grads
+    return float(total.detach()) / weight, weight, gradients_of(model)
 
 
 def _weight(batch: dict[str, torch.Tensor]) -> float:
@@ -160,7 +159,6 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
         with fs.gradient_sync(model, "all" if index == len(batches) - 1 else "none"):
             summed, _ = fs.loss_sum(with_loss(model, impl=loss_impl), moved, **terms)  # type: ignore[arg-type]
             fs.scale_for_backward(summed, num_targets=targets.weight).backward()
-    found = {name: full(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
     return {
         "loss": result.loss,
         "weight": result.target_weight,
@@ -168,7 +166,7 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
         "evaluated": evaluated.loss,
         "summed": targets.weight,
         "gradients": kept,
-        "own": found,
+        "own": gradients_of(model),
     }
 
 
@@ -178,9 +176,8 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
 def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, float], ranks: int) -> None:
     loss, weight, gradients = expected_step(weighted_batches(6), **terms)
     found = run_distributed(_step, ranks, loss_impl, terms)[0]
-    assert found["loss"] == pytest.approx(loss, rel=1e-12)
-    assert found["evaluated"] == pytest.approx(loss, rel=1e-12)
-    assert found["weight"] == pytest.approx(weight, rel=1e-12)
+    numbers = found["loss"], found["evaluated"], found["weight"]
+    assert numbers == pytest.approx((loss, loss, weight), rel=1e-12)
     assert found["summed"] == pytest.approx(found["weight"], rel=1e-15)
     assert len(set(found["targets"])) == 1
     for name, right in gradients.items():
@@ -191,9 +188,7 @@ def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, f
 def test_a_window_that_weighs_nothing_is_skipped() -> None:
     model = tiny_model("llama")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    batches = ragged_batches(2)
-    for batch in batches:
-        batch["loss_weights"] = torch.zeros(batch["labels"].shape)
+    batches = [{**b, "loss_weights": torch.zeros(b["labels"].shape)} for b in ragged_batches(2)]
     result = fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=1.0))
     assert (result.skip_reason, result.num_targets) == ("no weight", fs.count_targets(batches))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -220,11 +215,12 @@ def test_a_loss_of_ones_own_with_weights_needs_their_sum() -> None:
 
 
 def test_shifted_labels_bring_shifted_weights() -> None:
-    model = tiny_model("llama")
-    batch = weighted_batches(1)[0]
-    shifted = dict(batch)
-    shifted["shift_labels"] = torch.nn.functional.pad(shifted.pop("labels")[:, 1:], (0, 1), value=-100)
-    shifted["loss_weights"] = torch.nn.functional.pad(batch["loss_weights"][:, 1:], (0, 1), value=7.0)
+    model, batch = tiny_model("llama"), weighted_batches(1)[0]
+    shifted = {
+        **{name: value for name, value in batch.items() if name != "labels"},
+        "shift_labels": torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100),
+        "loss_weights": torch.nn.functional.pad(batch["loss_weights"][:, 1:], (0, 1), value=7.0),
+    }
     for impl in ("chunked", "logits"):
         assert fs.loss_sum(with_loss(model, impl=impl), shifted)[0].item() == pytest.approx(  # type: ignore[arg-type]
             fs.loss_sum(with_loss(model, impl=impl), batch)[0].item(),  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ LEARNING_RATE = 1e-2
 
 
 def _config(**overrides: Any) -> Any:
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **overrides}
-    return peft.LoraConfig(**options)
+    common = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(**common | overrides)
 
 
 def _windows(ranks: int) -> list[list[list[dict[str, Any]]]]:
@@ -92,8 +92,6 @@ def _freeze(model: Any, how: str) -> Any:
 
 @on_ranks(2)
 def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     for how in ("embedding", "lower half"):
         oracle = _freeze(tiny_model("llama", dtype=torch.float64), how)
         expected = _oracle_training(oracle)
@@ -108,9 +106,8 @@ def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) 
         _assert_equals_oracle(resumed, losses, oracle, expected)
         _assert_frozen_cost_nothing(resumed, optimizer)
         out = fs.export_hf(resumed, f"{tmp_path}/{how} exported", dtype=torch.float64)
-        exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
-        for name, parameter in oracle.named_parameters():
-            assert float((exported.get_parameter(name) - parameter).abs().max()) <= 1e-9, name
+        exported = dict(tf.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64).named_parameters())
+        torch.testing.assert_close(exported, dict(oracle.named_parameters()), rtol=0, atol=1e-9)
 
 
 def _answers(folder: str) -> None:
@@ -124,8 +121,7 @@ def _answers(folder: str) -> None:
     model = copy.deepcopy(plain)
     fs.apply_sac(model, "1/3")
     fs.shard_model(model.to(device_here()), mesh=mesh_here(), mp_policy=FLOAT32)
-    optimizer = _optimizer(model)
-    batches = ragged_batches(4)
+    optimizer, batches = _optimizer(model), ragged_batches(4)
     before = fs.train_step(model, batches, optimizer).loss
     prompt = torch.arange(5, 15).view(2, 5)
     options: dict[str, Any] = {
@@ -159,14 +155,21 @@ def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=f"{word}.*from_pretrained"):
             fs.add_adapters(fs.build_meta_model(tmp_path / "base"), _config(**overrides))
-    base, embeddings = fs.build_meta_model(tmp_path / "base"), _config(target_modules=["embed_tokens"])
-    with pytest.raises(fs.CheckpointMismatchError, match=r"lora_embedding_A.*from_pretrained"):
-        fs.load_weights(fs.add_adapters(base, embeddings), tmp_path / "base")
-    tied = fs.add_adapters(tiny_model("qwen2-tied"), _config(target_modules=["embed_tokens"]))
-    with pytest.raises(ValueError, match=r"tied.*export_adapter"):
-        fs.export_hf(tied, tmp_path / "tied")
-    with pytest.raises(TypeError, match="export_hf"):
-        fs.export_adapter(tiny_model("llama"), tmp_path / "none")
+    base, tied = (
+        fs.add_adapters(model, _config(target_modules=["embed_tokens"]))
+        for model in (fs.build_meta_model(tmp_path / "base"), tiny_model("qwen2-tied"))
+    )
+    for call, error, message in (
+        (
+            lambda: fs.load_weights(base, tmp_path / "base"),
+            fs.CheckpointMismatchError,
+            r"lora_embedding_A.*from_pretrained",
+        ),
+        (lambda: fs.export_hf(tied, tmp_path / "tied"), ValueError, r"tied.*export_adapter"),
+        (lambda: fs.export_adapter(tiny_model("llama"), tmp_path / "none"), TypeError, "export_hf"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
     assert not list(tmp_path.glob(".tmp-*"))
 
 
@@ -342,9 +345,9 @@ def test_they_train_and_export_as_in_plain_peft(family: str, every: bool, ranks:
     loss.backward()
     got, trained = run_distributed(_check_experts, ranks, tmp_path, every)[0]
     assert got == pytest.approx(loss.item(), rel=1e-5)
-    for name, parameter in oracle.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert torch.allclose(before[name] - trained[name], gradient, rtol=1e-3, atol=1e-6), name
+    moved = {name: value - trained[name] for name, value in before.items()}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in oracle.named_parameters()}
+    torch.testing.assert_close(moved, gradients, rtol=1e-3, atol=1e-6)
 
     oracle.load_state_dict(trained, strict=False)
     merged = copy.deepcopy(oracle).merge_and_unload()

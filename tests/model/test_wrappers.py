@@ -111,8 +111,7 @@ def test_a_process_group_of_some_ranks_is_refused() -> None:
 
 
 def _calls(model: nn.Module) -> list[Any]:
-    batch = ragged_batches(1)[0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch, optimizer = ragged_batches(1)[0], torch.optim.SGD(model.parameters(), lr=0.1)
     return [
         lambda: fs.train_step(model, [batch], optimizer),
         lambda: fs.evaluate(model, [batch]),

@@ -144,8 +144,7 @@ def _plain_gradients(model: nn.Module) -> list[torch.Tensor]:
 def test_blocks_of_other_origin_are_wrapped_without_renaming(way: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Plain()
-    expected = _plain_gradients(model)
-    names = list(model.state_dict())
+    expected, names = _plain_gradients(model), list(model.state_dict())
     assert fs.apply_sac(model, **way) == ["trunk.0", "trunk.2"]
     assert list(model.state_dict()) == names
     for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

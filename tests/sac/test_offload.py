@@ -20,9 +20,8 @@ INPUT = TOKENS * HIDDEN * 4  # bytes of a block's input
 Gradients = dict[str, torch.Tensor]
 
 
-def _model(**overrides: Any) -> Any:
-    shape = {"hidden_size": HIDDEN, "num_hidden_layers": BLOCKS, "intermediate_size": 48, **overrides}
-    return tiny_model("qwen3", **shape)
+def _model() -> Any:
+    return tiny_model("qwen3", hidden_size=HIDDEN, num_hidden_layers=BLOCKS)
 
 
 def _batch(device: str, tokens: int = TOKENS) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import fsdp_sft as fs
 from fsdp_sft.shard import units
 from fsdp_sft.shard.units import own_vocabulary
-from tests.harness.models import FLOAT32, full, largest_error, tiny_model, windows_of_rank
+from tests.harness.losses import gradients_of
+from tests.harness.models import FLOAT32, largest_error, tiny_model, windows_of_rank
 from tests.harness.ranks import device_here, mesh_here, on_ranks
 
 
@@ -43,12 +44,11 @@ def _trained(model: Any, grad_sync: Any) -> list[Any]:
 
 @on_ranks(2)
 def test_numbers_are_those_of_the_roots_group() -> None:
-    cases: list[tuple[str, Any, dict[str, Any]]] = [
+    for family, grad_sync, options in (
         ("llama", "each", {}),
         ("llama", "last", {}),
         ("mixtral", "each", {"reshard_after_forward": False}),
-    ]
-    for family, grad_sync, options in cases:
+    ):
         models = [_sharded(family, own=own, **options) for own in (True, False)]
         groups = [sum(isinstance(m, FSDPModule) for m in model.modules()) for model in models]
         assert groups[0] == groups[1] + 2
@@ -56,10 +56,8 @@ def test_numbers_are_those_of_the_roots_group() -> None:
         first, second = (_trained(model, grad_sync) for model in models)
         assert first == second, (family, options)
     for family in ("qwen2-tied", "gemma3"):
-        model = _sharded(family)
-        assert not any(
-            isinstance(m, FSDPModule) for n, m in model.named_modules() if "embed" in n or "head" in n
-        )
+        named = _sharded(family).named_modules()
+        assert not any(isinstance(m, FSDPModule) for n, m in named if "embed" in n or "head" in n)
 
 
 def _gathers(function: Any) -> int:
@@ -93,8 +91,7 @@ def test_they_are_gathered_less_often() -> None:
 @on_ranks(2)
 def test_reshard_frees_them() -> None:
     """As in the root's group: a forward without a backward leaves them gathered, and reshard() frees them."""
-    model = _sharded("llama")
-    batch = windows_of_rank(1, device_here())[0][0]
+    model, batch = _sharded("llama"), windows_of_rank(1, device_here())[0][0]
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             model(**batch)
@@ -135,11 +132,7 @@ def test_loops_that_call_parts_of_the_model() -> None:
             loop(model, ids[2 * rank : 2 * rank + 2]).backward()
             for half in ids.split(2):
                 (loop(plain, half) / 2).backward()
-            gradients = {name: full(p.grad) for name, p in model.named_parameters()}
-            expected = {name: p.grad.cpu() for name, p in plain.named_parameters()}
-            assert largest_error(gradients, expected) < 1e-5, (loop.__name__, step)
-            model.zero_grad()
-            plain.zero_grad()
+            assert largest_error(gradients_of(model), gradients_of(plain)) < 1e-5, (loop.__name__, step)
 
 
 class _UsesWeight(nn.Module):
@@ -159,14 +152,13 @@ class _UsesWeight(nn.Module):
 def test_what_may_be_used_without_a_call_stays_with_the_root() -> None:
     model = tiny_model("llama")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    cases: list[tuple[Any, Any]] = [
+    for arguments, expected in (
         ((_UsesWeight(), []), (None, None)),
         ((tiny_model("qwen2-tied"), []), (None, None)),
         ((model, []), (embedding, head)),
         ((model, [embedding]), (None, head)),
         ((model, [], {id(head.weight)}), (embedding, None)),
-    ]
-    for arguments, expected in cases:
+    ):
         assert own_vocabulary(*arguments) == expected
     model.again = embedding
     assert own_vocabulary(model, []) == (None, head)

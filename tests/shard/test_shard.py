@@ -72,10 +72,11 @@ def _own_loss_gradients(model: Any, batch: Any) -> dict[str, torch.Tensor]:
 
 @on_ranks(2)
 def test_encoder_decoders_and_classifiers_train_with_their_own_loss() -> None:
-    for family in ("t5", "bert"):
-        batch = dict(ragged_batches(2)[0])
-        if family == "bert":
-            batch["labels"] = torch.tensor([0, 2])
+    tokens = ragged_batches(2)[0]
+    for family, batch, message in (
+        ("t5", tokens, "T5ForConditionalGeneration is an encoder-decoder"),
+        ("bert", {**tokens, "labels": torch.tensor([0, 2])}, r"cannot be compared.*loss_fn"),
+    ):
         plain = tiny_model(family, dtype=torch.float64)
         expected = _own_loss_gradients(copy.deepcopy(plain), batch)
         for ratio in (0, "1/3"):
@@ -84,12 +85,8 @@ def test_encoder_decoders_and_classifiers_train_with_their_own_loss() -> None:
             fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, master_dtype=torch.float64)
             # The same batch on every rank: the average over ranks is the single process's gradient.
             assert largest_error(_own_loss_gradients(model, batch), expected) < 1e-10
-        if family == "t5":
-            with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
-                fs.causal_lm_loss(model, batch, num_targets=1)
-        else:
-            with pytest.raises(ValueError, match=r"cannot be compared.*loss_fn"):
-                fs.causal_lm_loss(model, ragged_batches(2)[0], num_targets=1)
+        with pytest.raises(ValueError, match=message):
+            fs.causal_lm_loss(model, tokens, num_targets=1)
 
 
 class SharedLayer(nn.Module):
@@ -121,8 +118,7 @@ class SharedModel(nn.Module):
 @on_ranks(2, timeout=60)
 def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
     torch.manual_seed(0)
-    plain = SharedModel().double()
-    ids = torch.arange(6).view(2, 3)
+    plain, ids = SharedModel().double(), torch.arange(6).view(2, 3)
     reference = copy.deepcopy(plain)
     reference(ids).square().sum().backward()
     expected = {name: p.grad for name, p in reference.named_parameters()}
@@ -211,8 +207,7 @@ def test_description_lists_groups_with_local_bytes() -> None:
 
 @on_ranks(2)
 def test_groups_within_groups_train_the_same() -> None:
-    plain = tiny_model("llama", dtype=torch.float64)
-    batch = ragged_batches(2)[0]
+    plain, batch = tiny_model("llama", dtype=torch.float64), ragged_batches(2)[0]
     expected = _own_loss_gradients(copy.deepcopy(plain), batch)
     blocks = fs.find_blocks(plain, block_cls="Linear") | fs.find_blocks(plain)
     assert len(blocks) > 3

@@ -123,9 +123,9 @@ def _act(act: Act, model: Any, optimizer: Any, *_: Any) -> None:
                 getattr(module, act.what)(*act.given)
 
 
-def _window(step: int) -> list[Any]:
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return ragged_batches(4 * ranks)[rank::ranks][2 * step : 2 * step + 2]
+def _mine(count: int = 2) -> list[Any]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return ragged_batches(count * ranks)[rank::ranks]
 
 
 def _trained(program: Program) -> list[float]:
@@ -145,7 +145,7 @@ def _trained(program: Program) -> list[float]:
             optimizer.register_step_pre_hook(partial(_act, act, model))
     norms = []
     for step in range(2):
-        window = _window(step)
+        window = _mine(4)[2 * step : 2 * step + 2]
         if not own_loop:
             norms.append(fs.train_step(model, window, optimizer, max_grad_norm=0.01).grad_norm)
         else:
@@ -234,23 +234,22 @@ def _of_hooks() -> list[Act]:
     ]
 
 
-@pytest.mark.parametrize("own_loop", [False, True])
-def test_a_step_after_any_method_is_the_undisturbed_one_or_refused(own_loop: bool) -> None:
-    programs: list[Program] = [(own_loop, (act,)) for act in _of_method(own_loop)]
-    wrong = run_distributed(_tried, 2, programs, timeout=400)[0]
-    assert not wrong, wrong
+PROGRAMS: dict[str, list[Program]] = {
+    "any method": [(False, (act,)) for act in _of_method(False)],
+    "any method, in a loop of one's own": [(True, (act,)) for act in _of_method(True)],
+    "a hook": [(number % 2 == 1, (act,)) for number, act in enumerate(_of_hooks())],
+    "a forward": [
+        (own_loop, (Act(what, when),))
+        for own_loop in (False, True)
+        for what in FORWARDS
+        for when in (AFTER, LATER, UPDATE)
+    ],
+}
 
 
-def test_a_hook_is_honoured_or_refused() -> None:
-    programs: list[Program] = [(number % 2 == 1, (act,)) for number, act in enumerate(_of_hooks())]
-    wrong = run_distributed(_tried, 2, programs, timeout=400)[0]
-    assert not wrong, wrong
-
-
-def test_a_step_beside_a_forward_of_ones_own_is_that_of_one_process() -> None:
-    forwards = [Act(what, when) for what in FORWARDS for when in (AFTER, LATER, UPDATE)]
-    programs: list[Program] = [(own_loop, (act,)) for own_loop in (False, True) for act in forwards]
-    wrong = run_distributed(_tried, 2, programs, timeout=400)[0]
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_a_step_beside_it_is_that_of_one_process_or_refused(what: str) -> None:
+    wrong = run_distributed(_tried, 2, PROGRAMS[what], timeout=400)[0]
     assert not wrong, wrong
 
 
@@ -260,11 +259,6 @@ def test_a_step_beside_a_forward_of_ones_own_is_that_of_one_process() -> None:
 def _sharded(model: Any = None, **shape: int) -> Any:
     model = tiny_model("llama") if model is None else model
     return fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=FLOAT32)
-
-
-def _mine(count: int = 2) -> list[Any]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return ragged_batches(count * ranks)[rank::ranks]
 
 
 Cause = Callable[[Any, Any], dict[str, Any] | None]

@@ -16,17 +16,18 @@ from tests.harness.ranks import mesh_here, on_ranks
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks(timeout=60)
 def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
-    rank = dist.get_rank()
-    batches = ragged_batches(5)
+    rank, batches = dist.get_rank(), ragged_batches(5)
     expected = float(oracle_loss(tiny_model("gpt2").eval(), batches).detach())
     model = fs.shard_model(tiny_model("gpt2"), mesh=mesh_here(), mp_policy=FLOAT32)
     shares = {0: batches[:3], 1: batches[3:]}.get(rank, [])
     for share in (shares, batches if rank == ranks - 1 else []):
         model.transformer.h[0].eval()
         result = fs.evaluate(model, iter(share))
-        assert result.loss == pytest.approx(expected, rel=1e-6)
-        assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
-        assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+        assert (result.loss, result.perplexity, result.num_targets) == (
+            pytest.approx(expected, rel=1e-6),
+            pytest.approx(math.exp(expected), rel=1e-5),
+            sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches),
+        )
         assert model.training
         assert not model.transformer.h[0].training, "each module's own mode is restored"
         assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
@@ -106,14 +107,13 @@ def test_it_is_that_of_plain_logits_and_counts_shared_rows_once(family: str, imp
     sharing_rows(model, mesh_here(cp=cp))
     fs.prepare_loss(model, impl=impl)
     weighted = [{**batch, "loss_weights": torch.rand(batch["labels"].shape)} for batch in own]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for window in (own, weighted):
-        assert fs.evaluate(model, window).token_accuracy == pytest.approx(expected[0], abs=1e-12)
+        for result in (fs.evaluate(model, window), fs.train_step(model, window, optimizer)):
+            assert result.token_accuracy == pytest.approx(expected[0], abs=1e-12)
     # Ranks with unequal numbers of batches: all of one rank's, and the first of the others'.
     assert fs.evaluate(model, batches[::2] if rank == 0 else []).token_accuracy == pytest.approx(
         expected[1], abs=1e-12
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for window in (own, weighted):
-        assert fs.train_step(model, window, optimizer).token_accuracy == pytest.approx(expected[0], abs=1e-12)
     result = fs.train_step(model, own, optimizer, loss_fn=lambda model, batch: fs.loss_sum(model, batch)[0])
     assert result.token_accuracy != result.token_accuracy  # nan: what a loss of one's own counts is not known

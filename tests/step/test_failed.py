@@ -65,8 +65,7 @@ def _gradients_after_a_failure(
                 fs.shard_model(model, mesh=mesh, mp_policy=policy or FLOAT32)
             rank, ranks = (mesh.get_rank(), mesh.size()) if mesh is not None else (0, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            batches = ragged_batches(3 * ranks)
-            lost = ragged_batches(3 * ranks, seed=9)
+            batches, lost = (ragged_batches(3 * ranks, seed=seed) for seed in (1, 9))
             fs.train_step(model, batches[rank::ranks], torch.optim.SGD(model.parameters(), lr=0.0))
             with _failing(model, name, call), pytest.raises(_Planned):
                 fs.train_step(model, lost[rank::ranks], optimizer, grad_sync=grad_sync)
@@ -86,8 +85,8 @@ def _gradients_after_a_failure(
 
 @pytest.mark.parametrize("grad_sync", MODES)
 def test_the_step_after_one_that_failed_is_like_any_other(grad_sync: str) -> None:
-    for failure, error in _gradients_after_a_failure(None, grad_sync):
-        assert error < 1e-5, (failure, error)
+    errors = _gradients_after_a_failure(None, grad_sync)
+    assert max(error for _, error in errors) < 1e-5, errors
 
 
 def _in_modes(replicas: int, modes: tuple[str, ...]) -> list[tuple[str, float]]:
@@ -105,8 +104,7 @@ def _in_modes(replicas: int, modes: tuple[str, ...]) -> list[tuple[str, float]]:
 def test_the_same_on_several_ranks(ranks: int, replicas: int, modes: tuple[str, ...]) -> None:
     for rows in run_distributed(_in_modes, ranks, replicas, modes):
         assert len(rows) == (len(modes) + ("last" in modes)) * 4
-        for failure, error in rows:
-            assert error < 1e-5, (failure, error)
+        assert max(error for _, error in rows) < 1e-5, rows
 
 
 @pytest.mark.parametrize("how", ["by an exception", "without one"])

@@ -40,10 +40,8 @@ def _steps(form: str, micro_batches: int) -> dict[str, Any]:
         impl="logits" if form == "logits" else "auto",
         router_loss="micro_batch" if form == "router" else None,
     )
-    options: dict[str, Any] = {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if form == "scaler":
-        options["scaler"] = torch.amp.GradScaler("sim", init_scale=8.0)
+    options = {"scaler": torch.amp.GradScaler("sim", init_scale=8.0)} if form == "scaler" else {}
     *first, last = windows_of_rank(micro_batches, on_device)
     for window in first:
         fs.train_step(model, window, optimizer, **options)

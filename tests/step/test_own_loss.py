@@ -51,11 +51,10 @@ def strange_model() -> Strange:
 
 
 def strange_batches(count: int) -> list[Pair]:
-    batches = []
-    for batch in ragged_batches(count):
-        labels = batch["labels"]
-        batches.append(Pair(batch["input_ids"][:, :-1], torch.where(labels == -100, -1, labels)[:, 1:]))
-    return batches
+    return [
+        Pair(batch["input_ids"][:, :-1], torch.where(batch["labels"] == -100, -1, batch["labels"])[:, 1:])
+        for batch in ragged_batches(count)
+    ]
 
 
 def strange_loss(model: nn.Module, batch: Pair) -> torch.Tensor:
@@ -105,32 +104,26 @@ CASES: dict[str, Any] = {
 def test_a_loss_of_ones_own_equals_the_single_process(
     kind: str, ranks: int, mesh_shape: dict[str, int], grad_sync: str
 ) -> None:
-    rank = dist.get_rank()
     make, batches, loss_fn, count_fn = CASES[kind]
-    plain = make()
+    plain, gradients = make(), dict[str, torch.Tensor]()
     model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     count = sum(count_fn(batch) for batch in batches)
-    loss = sum(loss_fn(plain, batch) for batch in batches) / count
-    loss.backward()
-    expected = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
-    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    losses = (loss_fn(plain, batch) / count for batch in batches)
+    beside = torch.optim.SGD(plain.parameters(), lr=1.0)
+    loss, norm = step_of(plain, losses, [beside], max_norm=0.1, keep=gradients)
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     functions = {"loss_fn": loss_fn, "count_fn": count_fn}
-    (window,) = fs.windows(batches[rank::ranks], 4)
+    (window,) = fs.windows(batches[dist.get_rank() :: ranks], 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     result = fs.train_step(model, window, optimizer, max_grad_norm=0.1, grad_sync=grad_sync, **functions)
-    assert result.loss == pytest.approx(float(loss), rel=1e-6)
-    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-    assert result.num_targets == count
-    moved = {name: (before[name] - full(p)) * norm / 0.1 for name, p in model.named_parameters()}
-    assert largest_error({name: moved[name] for name in expected}, expected) <= 1e-4
+    close = pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5)
+    assert (result.loss, result.grad_norm, result.num_targets) == (*close, count)
+    moved = {name: before[name] - full(p) for name, p in model.named_parameters() if name in gradients}
+    assert largest_error(moved, gradients) <= 1e-4
     with torch.no_grad():
-        plain.eval()
-        loss = sum(float(loss_fn(plain, batch)) for batch in batches) / count
-    result = fs.evaluate(model, batches if rank == 0 else [], **functions)
-    assert result.loss == pytest.approx(loss, rel=1e-5)
-    assert result.num_targets == count
+        loss = sum(float(loss_fn(plain.eval(), batch)) for batch in batches) / count
+    result = fs.evaluate(model, batches if dist.get_rank() == 0 else [], **functions)
+    assert (result.loss, result.num_targets) == (pytest.approx(loss, rel=1e-5), count)
     # Nothing counted on any rank: the step is skipped.
     result = fs.train_step(model, window, optimizer, loss_fn=loss_fn, count_fn=lambda batch: 0)
     assert result.skip_reason == "no targets"
@@ -169,30 +162,33 @@ def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -
             fs.BatchError,
             "of a token at least, got .*input_ids",
         ),
+        (
+            {
+                "micro_batches": [{"idx": window[0].idx}] if rank else window,
+                "loss_fn": strange_loss,
+                "count_fn": lambda batch: 1,
+            },
+            fs.BatchError,
+            "micro-batch 0: a Pair of 2 and idx, on ranks 0 and 1",
+        ),
     ):
         with pytest.raises(error, match=message):
             fs.train_step(model, **{"micro_batches": window, "optimizer": optimizer, **options})
-    other = [{"idx": window[0].idx}] if rank else window
-    with pytest.raises(fs.BatchError, match="micro-batch 0: a Pair of 2 and idx, on ranks 0 and 1"):
-        fs.train_step(model, other, optimizer, loss_fn=strange_loss, count_fn=lambda batch: 1)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "logits"])
 def test_shift_labels_are_the_targets_of_each_position(impl: Any) -> None:
-    model = tiny_model("llama")
-    batch = ragged_batches(2)[0]
+    model, batch = tiny_model("llama"), ragged_batches(2)[0]
     # The last position has a target too, as it has in a slice of a longer sequence.
     shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     shifted[:, -1] = torch.tensor([7, 9])
     both = {**batch, "shift_labels": shifted}
-    own = model(**both).loss  # transformers reads shift_labels and leaves the labels alone
-    count = int((shifted != -100).sum())
+    own = float(model(**both).loss)  # transformers reads shift_labels and leaves the labels alone
     for given in (both, {k: v for k, v in both.items() if k != "labels"}):
         total, targets = fs.loss_sum(with_loss(model, impl=impl), given)
         result = fs.train_step(model, [given], torch.optim.SGD(model.parameters(), lr=0.0))
-        assert fs.count_targets([given]) == targets == result.num_targets == count
-        assert float(total / targets) == pytest.approx(float(own), rel=1e-6)
-        assert result.loss == pytest.approx(float(own), rel=1e-6)
+        assert fs.count_targets([given]) == targets == result.num_targets == int((shifted != -100).sum())
+        assert (float(total / targets), result.loss) == pytest.approx((own, own), rel=1e-6)
     with pytest.raises(fs.BatchError, match=r"shift_labels .* must be aligned"):
         fs.loss_sum(with_loss(model, impl=impl), {**batch, "shift_labels": shifted[:, :-1]})
 
@@ -207,13 +203,11 @@ def test_rows_of_a_pack_stay_apart_in_a_loss_of_ones_own_that_leaves_caches_on(f
     model = tiny_model(family).eval()
     assert model.config.use_cache
     rows = drawn_rows(6)
-    loss, _ = gradients_of_separate_rows(model, rows)
-    pack = fs.PackedCollator(max_length=200)(rows)
-    targets = int(pack["labels"][:, 1:].ne(-100).sum())
-    assert fs.evaluate(model, [pack], loss_fn=_of_logits).loss == pytest.approx(loss / targets, rel=1e-5)
+    pack, (loss, _) = fs.PackedCollator(max_length=200)(rows), gradients_of_separate_rows(model, rows)
+    expected = pytest.approx(loss / int(pack["labels"][:, 1:].ne(-100).sum()), rel=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    result = fs.train_step(model, [pack], optimizer, loss_fn=_of_logits)
-    assert result.loss == pytest.approx(loss / targets, rel=1e-5)
+    assert fs.evaluate(model, [pack], loss_fn=_of_logits).loss == expected
+    assert fs.train_step(model, [pack], optimizer, loss_fn=_of_logits).loss == expected
     assert model.config.use_cache, "the model is left as it was"
 
 
@@ -280,8 +274,7 @@ if tensordict is not None:
 
 
 def _train(kind: str | None) -> list[float]:
-    model = tiny_model("llama")
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     losses = []
@@ -411,21 +404,17 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
             found = [oracle(plain, known, batch) for batch in everything]
             divisor = sum(count(batch) for batch in everything)
             loss = sum(one for one, _ in found) / divisor
-            total, norm = step_of(plain, [loss], [other], max_norm=1.0)
-            assert result.loss == pytest.approx(total, rel=1e-9), step
-            assert result.grad_norm == pytest.approx(norm, rel=1e-9), step
+            expected = step_of(plain, [loss], [other], max_norm=1.0)
+            assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=1e-9), step
             assert result.target_weight == pytest.approx(divisor, rel=1e-12)
             assert result.num_targets == round(divisor)
             assert result.metrics == pytest.approx(
                 {name: sum(float(m[name]) for _, m in found) / divisor for name in found[0][1]}, rel=1e-9
             )
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(
-                full(parameter), dict(plain.named_parameters())[name], rtol=0, atol=1e-9
-            )
-        uneven = batches[share][: 1 + (share == 0)]
-        seen = [batch for s in range(shares) for batch in batches[s][: 1 + (s == 0)]]
-        evaluated = fs.evaluate(model, uneven, **functions)
+        trained = {name: full(parameter) for name, parameter in model.named_parameters()}
+        torch.testing.assert_close(trained, dict(plain.named_parameters()), rtol=0, atol=1e-9)
+        seen = [batch for s in range(shares) for batch in batches[s][: 1 + (s == 0)]]  # uneven
+        evaluated = fs.evaluate(model, batches[share][: 1 + (share == 0)], **functions)
         with torch.no_grad():
             found = [oracle(plain.eval(), known, batch) for batch in seen]
         divisor = sum(count(batch) for batch in seen)
@@ -452,17 +441,13 @@ def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
     counted = fs.train_step(
         model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), count_fn=lambda batch: 2.5
     )
-    assert counted.loss == pytest.approx(plain.loss * plain.num_targets / 2.5, rel=1e-6)
-    assert counted.target_weight == 2.5
+    expected = pytest.approx(plain.loss * plain.num_targets / 2.5, rel=1e-6)
+    assert (counted.loss, counted.target_weight) == (expected, 2.5)
     for whole in (lambda m, b: fs.token_losses(m, b).sum(), lambda m, b: fs.loss_sum(m, b)[0]):
         own = fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=whole)
         assert own.loss == pytest.approx(plain.loss, rel=1e-6)
         assert own.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
         assert (own.num_targets, own.num_tokens) == (plain.num_targets, plain.num_tokens)
-
-
-def _num_rows(batch: Any) -> int:
-    return len(batch["labels"])
 
 
 @on_ranks(2, timeout=60)
@@ -479,7 +464,9 @@ def test_metrics_are_summed_over_window_and_ranks() -> None:
         return fs.token_losses(model, batch).sum(), metrics | ({"first's": 16.0} if rank == 0 else {})
 
     for _ in range(2):
-        result = fs.train_step(model, batches, optimizer, loss_fn=some, count_fn=_num_rows)
+        result = fs.train_step(
+            model, batches, optimizer, loss_fn=some, count_fn=lambda batch: len(batch["labels"])
+        )
         assert result.metrics == {"both": 0.5, "first's": 4.0, "ones": 1.0}
     assert len(calls) == 2 * len(batches)
     assert fs.train_step(model, batches, optimizer).metrics == {}

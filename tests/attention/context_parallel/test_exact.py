@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of, sharing_rows
-from tests.harness.losses import with_loss
-from tests.harness.models import FLOAT32, AllFloat64, full, tiny_model
+from tests.harness.losses import gradients_of, with_loss
+from tests.harness.models import FLOAT32, AllFloat64, tiny_model
 from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 # kind -> lengths: rows longer than a rank's part and of one token, one rank without a target, filler
@@ -30,9 +30,7 @@ def shared_gradients(
     own.backward()
     total = own.detach().double()
     dist.all_reduce(total)
-    found: Any = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return total.item() / dist.get_world_size(), found
+    return total.item() / dist.get_world_size(), gradients_of(model)
 
 
 def largest_differences(
@@ -187,8 +185,7 @@ def _plain(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
         logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
     )
     loss.backward()
-    model.zero_grad(set_to_none=True)
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients_of(model)
 
 
 def _apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

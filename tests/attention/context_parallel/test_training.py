@@ -67,18 +67,17 @@ def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], optio
                 [rows_of(LENGTHS, seed=9 * step + 3 * i + share_) for i in range(2)]
                 for share_ in range(shares)
             ]
-            kinds = [PACKED, PADDED]
-            result = fs.train_step(model, [batch_of(rows[share][i], kinds[i]) for i in range(2)], optimizer)
+            window = [batch_of(rows[share][0], PACKED), batch_of(rows[share][1], PADDED)]
+            result = fs.train_step(model, window, optimizer)
             everything = [row for own in rows for batch in own for row in batch]
-            loss, norm = _plain_step(oracle, beside, everything)
-            assert abs(result.loss - loss) < close * loss
-            assert abs(result.grad_norm - norm) < close * norm
-            assert result.num_targets == sum(int((y[1:] != -100).sum()) for _, y in everything)
-            assert result.num_tokens == sum(len(ids) for ids, _ in everything)
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(
-                full(parameter), dict(oracle.named_parameters())[name], rtol=0, atol=close
+            expected = _plain_step(oracle, beside, everything)
+            assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=close)
+            assert (result.num_targets, result.num_tokens) == (
+                sum(int((y[1:] != -100).sum()) for _, y in everything),
+                sum(len(ids) for ids, _ in everything),
             )
+        trained = {name: full(parameter) for name, parameter in model.named_parameters()}
+        torch.testing.assert_close(trained, dict(oracle.named_parameters()), rtol=0, atol=close)
         rows = [rows_of(LENGTHS, seed=50 + share_) for share_ in range(shares)]
         batches = [batch_of(rows[share], PACKED)] * (1 + (share == 0))  # the first share has one more
         seen = [row for own in rows for row in own] + rows[0]
@@ -98,8 +97,7 @@ def _seen(windows: Any) -> list[Any]:
 
 @on_ranks(4)
 def test_one_rank_of_a_group_reads_for_all() -> None:
-    mesh = mesh_here(cp=2, dp_shard=2)
-    data = _rows_of_data(23)
+    mesh, data = mesh_here(cp=2, dp_shard=2), _rows_of_data(23)
     collator = fs.PackedCollator(max_length=40)
 
     def loader(sampler: Any) -> DataLoader[Any]:
@@ -152,9 +150,7 @@ def test_an_error_of_who_reads_reaches_all() -> None:
 
 def _check_refusals(folder: Path) -> None:
     mesh = mesh_here(cp=2)
-    model = tiny_model("qwen3").to(device_here())
-    batch = batch_of(rows_of(LENGTHS), PACKED)
-    optimizer = _adamw(model.parameters())
+    model, batch = tiny_model("qwen3").to(device_here()), batch_of(rows_of(LENGTHS), PACKED)
     with pytest.raises(ValueError, match="not sharded on this mesh"):
         fs.use_context_parallel(model, mesh=mesh)
     bare = fs.shard_model(build_meta_model(folder), mesh=mesh)
@@ -174,11 +170,11 @@ def _check_refusals(folder: Path) -> None:
     for name, wrong in (("attention_mask", torch.ones(1, 1)), ("position_ids", [[0, 1]])):
         with pytest.raises(fs.BatchError, match=f"one entry a token.*{name}.*Give it so"):
             fs.train_step(model, [{**batch, name: wrong}], optimizer)
+    ids = batch["input_ids"].to(device_here())
     with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):
-        model(input_ids=batch["input_ids"].to(device_here()))
-    own = {name: value.to(device_here()) for name, value in batch.items()}
+        model(input_ids=ids)
     with torch.no_grad():  # generation with the same inputs on every rank
-        assert model.eval()(input_ids=own["input_ids"]).logits.shape[1] == batch["input_ids"].shape[1]
+        assert model.eval()(input_ids=ids).logits.shape[1] == ids.shape[1]
     model.train()
     assert fs.train_step(model, [batch], optimizer).num_targets
     model.set_attn_implementation("sdpa")
@@ -213,8 +209,7 @@ def test_padding_on_the_left_does_not_see_filler() -> None:
     model.set_attn_implementation("eager")
     oracle = copy.deepcopy(model)
     sharing_rows(model, mesh_here(cp=2))
-    ids = rows_of([13], seed=3)[0][0][None]
-    mask = (torch.arange(13) >= 5).long()[None]
+    ids, mask = rows_of([13], seed=3)[0][0][None], (torch.arange(13) >= 5).long()[None]
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
     with torch.no_grad():
         logits = oracle(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, :-1]
@@ -224,8 +219,7 @@ def test_padding_on_the_left_does_not_see_filler() -> None:
 
 @on_ranks(3)
 def test_heads_that_do_not_divide_are_refused() -> None:
-    mesh = mesh_here(cp=3)
-    model = tiny_model("qwen3").to(device_here())
+    mesh, model = mesh_here(cp=3), tiny_model("qwen3").to(device_here())
     fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
     with pytest.raises(ValueError, match=r"4 query heads, which cp=3 does not divide: use cp of \[2, 4\]"):
         fs.use_context_parallel(model, mesh=mesh)

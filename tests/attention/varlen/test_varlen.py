@@ -1,6 +1,5 @@
 """use_varlen_attention: the same results, nothing computed between rows, and its limits."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,15 @@ def test_gradients_of_a_pack_are_the_sum_over_its_rows(
     actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert float(packed_loss.detach()) == pytest.approx(loss, rel=1e-6)
     assert largest_error(actual, expected) < 1e-6
-    assert len(masks[-3:]) == 3
-    assert all(isinstance(mask, attention.RowMask) for mask in masks[-3:])
+    assert [isinstance(mask, attention.RowMask) for mask in masks[-3:]] == [True] * 3
     assert fs.verify_packing(model, max_length=100).error < 2e-6
+
+
+def _inputs(model: Any, positions: torch.Tensor) -> dict[str, Any]:
+    """What transformers' functions make a mask of."""
+    embeds = torch.zeros(*positions.shape, 8)
+    common = {"inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
+    return {**common, "config": model.config, "position_ids": positions}
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 400])
@@ -74,16 +79,13 @@ def test_rows_are_those_of_the_mask_that_transformers_makes(
 ) -> None:
     monkeypatch.setattr(attention, "_SLAB", slab)
     model = tiny_model("gemma3", **({"sliding_window": window} if window else {}))
-    config = model.config
-    config._attn_implementation = "sdpa"
     make = create_sliding_window_causal_mask if window else create_causal_mask
     for seed in range(4):
         sequences = [packed(5, seed=10 * seed + i)["position_ids"][0] for i in range(3)]
         width = min(map(len, sequences))
         positions = torch.stack([sequence[:width] for sequence in sequences])
-        inputs = {"inputs_embeds": torch.zeros(3, width, 8), "attention_mask": None, "past_key_values": None}
-        inputs |= {"config": config, "position_ids": positions}
-        config._attn_implementation = "sdpa"
+        inputs = _inputs(model, positions)
+        model.config._attn_implementation = "sdpa"
         expected = make(**inputs)
         fs.use_varlen_attention(model)
         rows = make(**inputs)
@@ -101,15 +103,12 @@ def test_rows_are_those_of_the_mask_that_transformers_makes(
 
 def test_a_mask_that_is_not_by_rows_stays_a_mask() -> None:
     model = tiny_model("llama")
-    positions = packed()["position_ids"]
-    inputs = {"inputs_embeds": torch.zeros(1, positions.shape[1], 8), "attention_mask": None}
-    inputs |= {"config": model.config, "past_key_values": None, "position_ids": positions}
-    overlays = {
+    inputs = _inputs(model, packed()["position_ids"])
+    for name, overlay in {
         "both ways in the first tokens": {"or_mask_function": lambda b, h, q, k: (q < 9) & (k < 9)},
         "every other key": {"and_mask_function": lambda b, h, q, k: (q - k) % 2 == 0},
         "no first key": {"and_mask_function": lambda b, h, q, k: k > 0},
-    }
-    for name, overlay in overlays.items():
+    }.items():
         model.set_attn_implementation("sdpa")
         expected = create_causal_mask(**inputs, **overlay)
         fs.use_varlen_attention(model)
@@ -134,8 +133,7 @@ def test_padded_batches_and_generation_are_those_of_sdpa(family: str, masks: lis
 
     expected = run()
     fs.use_varlen_attention(model)
-    for a, b in zip(run(), expected, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(run(), expected, rtol=0, atol=0)
     assert masks
     assert not any(isinstance(mask, attention.RowMask) for mask in masks)
 
@@ -157,9 +155,7 @@ def test_nothing_is_computed_between_rows(monkeypatch: pytest.MonkeyPatch) -> No
         return plain(query, key, *args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
-    model = tiny_model("llama", attn_implementation="sdpa")
-    batch = packed(10, longest=200)
+    model, batch = tiny_model("llama", attn_implementation="sdpa"), packed(10, longest=200)
     width = batch["input_ids"].shape[1]
     gradients(model, batch)  # the first time with a probe of how the model computes its logits
     shapes.clear()
@@ -242,15 +238,12 @@ def test_arguments_of_the_cuda_kernel(family: str, monkeypatch: pytest.MonkeyPat
     model = tiny_model(family, attn_implementation="sdpa").to(torch.bfloat16)
     batch = packed(12, longest=40)
     loss, expected = gradients(model, batch)
-    expected = copy.deepcopy(expected)
     fs.use_varlen_attention(model)
     fs.verify_packing(model, max_length=64)  # which the first pack would do
     calls.clear()
     actual_loss, actual = gradients(model, batch)
-    assert len(calls) == 3
-    assert {call["window_size"][0] for call in calls} == (
-        {-1} if family != "gemma3" else {_window(model) - 1}
-    )
+    window = _window(model) - 1 if family == "gemma3" else -1
+    assert [call["window_size"][0] for call in calls] == [window] * 3
     assert actual_loss == pytest.approx(loss, rel=1e-2)
     assert largest_error(*[{n: g.float() for n, g in some.items()} for some in (actual, expected)]) < 4e-2
     model.float()
