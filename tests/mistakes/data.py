@@ -12,7 +12,7 @@ MISTAKES = [
         "step/loader.py",
         "_num_consumed(loader, sampler, taken[:length]) if",
         "_num_consumed(loader, sampler, window) if",
-        ("tests/step/test_loader.py",),
+        ("tests/step/test_batches.py",),
     ),
     Mistake(
         "a BatchEncoding becomes a dict on its way to the device",

@@ -4,7 +4,7 @@ from tests.mistakes.mistake import Mistake
 
 PACKS = ("tests/sampling/packing/test_verify.py",)
 MESHES = ("tests/ranks/test_distributed.py",)
-WRAPPERS = ("tests/model/test_wrappers.py",)
+WRAPPERS = ("tests/model/test_model.py",)
 HEADS = ("tests/loss/test_prepare.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
