@@ -5,7 +5,7 @@ from tests.mistakes.mistake import Mistake
 ENCODED = ("tests/collate/test_encoded.py",)
 ORDERS = ("tests/sampling/test_orders.py",)
 COST = ("tests/sampling/packing/test_packs.py",)
-TERMS = ("tests/loss/test_terms.py",)
+TERMS = ("tests/loss/test_loss.py",)
 MISTAKES = [
     Mistake(
         "rows that a map has left out are not counted as consumed",
