@@ -28,7 +28,7 @@ from tests.harness.quantised_folders import (
     quantised,
 )
 from tests.harness.quantised_weights import FORMATS, in_fp8, in_nf4, is_packed
-from tests.harness.ranks import device_here, mesh_here, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything, spread
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
@@ -83,8 +83,7 @@ def loaded(folder: Path, kind: Any, family: str = "llama", *, mesh: Any = None, 
 
 def step_of(optimizer: torch.optim.Optimizer, model: Any, batches: list[Any]) -> float:
     """The loss of a step of all batches, shared out among the ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return fs.train_step(model, batches[rank::ranks], optimizer).loss
+    return fs.train_step(model, batches[dist.get_rank() :: dist.get_world_size()], optimizer).loss
 
 
 def train(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -368,17 +367,13 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     run_distributed(_check_refused, 2, tmp_path / "base")
 
 
-def _names(config: Any) -> frozenset[str]:
+@on_ranks(1)
+def test_routers_and_what_lies_outside_of_blocks_are_not_packed() -> None:
+    config = tf.Qwen3MoeConfig(**SIZES, **SPARSE, num_experts=40, head_dim=16)
     with torch.device("meta"):
         model = tf.AutoModelForCausalLM.from_config(config)
     fs.shard_model(fs.add_adapters(model, lora("llama")), mesh=mesh_here(), frozen_dtype="nf4")
-    found = packed_weights(model)
-    assert found is not None
-    return found.names
-
-
-def test_routers_and_what_lies_outside_of_blocks_are_not_packed() -> None:
-    names = run_distributed(_names, 1, tf.Qwen3MoeConfig(**SIZES, **SPARSE, num_experts=40, head_dim=16))[0]
+    names = packed_weights(model).names
     assert {name.rpartition("layers.0.")[2] for name in names if "layers.0." in name} == {
         *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
         *(f"mlp.experts.{part}_proj" for part in ("gate_up", "down")),

@@ -189,25 +189,23 @@ def _tried(programs: list[Program]) -> dict[Program, Any]:
     wrong: dict[Program, Any] = {}
     known: dict[tuple[Act, ...], list[float]] = {}
     for program in programs:
-        hooks = tuple(act for act in program[1] if act.what in HOOKS)
-        hooks = tuple(act if act.when == LATER else act._replace(when=BEFORE) for act in hooks)
+        hooks = tuple(
+            act if act.when == LATER else act._replace(when=BEFORE) for act in program[1] if act.what in HOOKS
+        )
         if hooks not in known:
             known[hooks] = _plain(hooks)
         try:
             found = _trained(program)
         except (fs.FsdpSftError, RuntimeError) as error:
             said = f"{type(error).__name__}: {error}"
-            names = [name for act in program[1] if act.given != (2.0,) for name in _names(act)]
+            acts = [act for act in program[1] if act.given != (2.0,)]
+            names = [name for act in acts for name in (act.what, f"{act.what} {act.when.split()[0]}")]
             if not said.startswith(tuple(REFUSED.get(name, "never") for name in names)):
                 wrong[program] = said
         else:
             if found != pytest.approx(known[hooks], rel=1e-5):
                 wrong[program] = found[:3], known[hooks][:3]
     return wrong
-
-
-def _names(act: Act) -> tuple[str, str]:
-    return act.what, f"{act.what} {act.when.split()[0]}"
 
 
 def test_every_public_method_is_tried() -> None:

@@ -33,8 +33,8 @@ def _steps(form: str, micro_batches: int) -> dict[str, Any]:
         return {}
     context = fs.init_distributed()
     on_device = context.device if form == "device batches" else None
-    model: Any = tiny_model("mixtral" if form == "router" else "llama").to(context.device)
-    fs.shard_model(model, mesh=fs.build_mesh())
+    plain = tiny_model("mixtral" if form == "router" else "llama").to(context.device)
+    model: Any = fs.shard_model(plain, mesh=fs.build_mesh())
     fs.prepare_loss(
         model,
         impl="logits" if form == "logits" else "auto",

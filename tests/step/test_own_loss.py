@@ -406,8 +406,8 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
             loss = sum(one for one, _ in found) / divisor
             expected = step_of(plain, [loss], [other], max_norm=1.0)
             assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=1e-9), step
-            assert result.target_weight == pytest.approx(divisor, rel=1e-12)
-            assert result.num_targets == round(divisor)
+            close = pytest.approx(divisor, rel=1e-12)
+            assert (result.target_weight, result.num_targets) == (close, round(divisor))
             assert result.metrics == pytest.approx(
                 {name: sum(float(m[name]) for _, m in found) / divisor for name in found[0][1]}, rel=1e-9
             )
@@ -445,9 +445,12 @@ def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
     assert (counted.loss, counted.target_weight) == (expected, 2.5)
     for whole in (lambda m, b: fs.token_losses(m, b).sum(), lambda m, b: fs.loss_sum(m, b)[0]):
         own = fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=whole)
-        assert own.loss == pytest.approx(plain.loss, rel=1e-6)
-        assert own.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
-        assert (own.num_targets, own.num_tokens) == (plain.num_targets, plain.num_tokens)
+        assert (own.loss, own.grad_norm, own.num_targets, own.num_tokens) == (
+            pytest.approx(plain.loss, rel=1e-6),
+            pytest.approx(plain.grad_norm, rel=1e-5),
+            plain.num_targets,
+            plain.num_tokens,
+        )
 
 
 @on_ranks(2, timeout=60)

@@ -82,8 +82,8 @@ def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: An
             max_grad_norm=0.5,
             grad_sync=grad_sync,
         )
-        assert result.loss == pytest.approx(loss, rel=1e-5)
-        assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+        close = pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4)
+        assert (result.loss, result.grad_norm) == close
     actual = {name: full(p.detach()) for name, p in model.named_parameters()}
     # Adam divides by the size of gradients that float32 knows to seven digits
     assert largest_error(actual, {name: p.detach() for name, p in beside.named_parameters()}) <= 1e-4
@@ -243,9 +243,8 @@ def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
 
 def _trained(device: str, scaled_before: bool) -> tuple[list[float], list[float], dict[str, Any]]:
     """(losses, norms, parameters) of two steps in float16, the scaler made by whichever way."""
-    model = tiny_model("llama")
-    fs.shard_model(
-        model,
+    model = fs.shard_model(
+        tiny_model("llama"),
         mesh=fs.build_mesh(device_type=device),
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
         offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu"),
@@ -273,8 +272,7 @@ def test_gradients_on_the_host_are_divided_by_the_scale() -> None:
     # Devices multiply float16 into float32, CPUs do not.
     for of_rank, expected_of_rank in zip(on_devices, on_cpus, strict=True):
         for found, expected in zip(of_rank, expected_of_rank, strict=True):
-            assert found[0] == pytest.approx(expected[0], rel=1e-3)
-            assert found[1] == pytest.approx(expected[1], rel=1e-2)
+            assert found[:2] == (pytest.approx(expected[0], rel=1e-3), pytest.approx(expected[1], rel=1e-2))
             torch.testing.assert_close(found[2], expected[2], rtol=1e-2, atol=1e-3)
 
 
@@ -372,17 +370,14 @@ FAILURES = ("forward", "backward")
 MODES = ("each", "last", "reduce_scatter")
 
 
-def _gradients_after_a_failure(
-    mesh: Any, grad_sync: Any, policy: MixedPrecisionPolicy | None = None
-) -> list[tuple[str, float]]:
-    """The error of the gradients of a step after each kind of failed one."""
-    found = []
+def _check_after_a_failure(mesh: Any, grad_sync: Any, policy: MixedPrecisionPolicy = FLOAT32) -> None:
+    """The gradients of a step after each kind of failed one."""
     for name in FAILURES:
         for call in (1, 2):
             model = tiny_model("llama").to(device_here())
             beside = copy.deepcopy(model).cpu()
             if mesh is not None:
-                fs.shard_model(model, mesh=mesh, mp_policy=policy or FLOAT32)
+                fs.shard_model(model, mesh=mesh, mp_policy=policy)
             rank, ranks = (mesh.get_rank(), mesh.size()) if mesh is not None else (0, 1)
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             batches, lost = (ragged_batches(3 * ranks, seed=seed) for seed in (1, 9))
@@ -395,36 +390,29 @@ def _gradients_after_a_failure(
             result = fs.train_step(
                 model, batches[rank::ranks], optimizer, grad_sync=grad_sync, max_grad_norm=None
             )
-            assert not result.skipped
             moved = {key: before[key] - full(p) for key, p in model.named_parameters()}
             loss, expected = oracle_gradients(beside, batches)
-            assert result.loss == pytest.approx(loss, rel=1e-5)
-            found.append((f"{name} {call}", largest_error(moved, expected)))
-    return found
+            assert (result.loss, result.skipped) == (pytest.approx(loss, rel=1e-5), False)
+            assert largest_error(moved, expected) < 1e-5, (name, call)
 
 
 @pytest.mark.parametrize("grad_sync", MODES)
 def test_the_step_after_one_that_failed_is_like_any_other(grad_sync: str) -> None:
-    errors = _gradients_after_a_failure(None, grad_sync)
-    assert max(error for _, error in errors) < 1e-5, errors
+    _check_after_a_failure(None, grad_sync)
 
 
-def _in_modes(replicas: int, modes: tuple[str, ...]) -> list[tuple[str, float]]:
-    mesh = mesh_here(dp_replicate=replicas) if replicas > 1 else mesh_here()
-    rows = [row for grad_sync in modes for row in _gradients_after_a_failure(mesh, grad_sync)]
-    if "last" in modes:  # with another dtype to reduce in, FSDP2 keeps gradients that wait in another place
-        wider = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float32)
-        rows += _gradients_after_a_failure(mesh, "last", wider)
-    return rows
+# With another dtype to reduce in, FSDP2 keeps gradients that wait in another place.
+WIDER = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "replicas", "modes"), [(2, 1, ("each", "last")), (4, 2, ("reduce_scatter",))]
+    ("ranks", "replicas", "modes"),
+    [(2, 1, [("each", FLOAT32), ("last", FLOAT32), ("last", WIDER)]), (4, 2, [("reduce_scatter", FLOAT32)])],
 )
-def test_the_same_on_several_ranks(ranks: int, replicas: int, modes: tuple[str, ...]) -> None:
-    for rows in run_distributed(_in_modes, ranks, replicas, modes):
-        assert len(rows) == (len(modes) + ("last" in modes)) * 4
-        assert max(error for _, error in rows) < 1e-5, rows
+@on_ranks()
+def test_the_same_on_several_ranks(ranks: int, replicas: int, modes: list[Any]) -> None:
+    for grad_sync, policy in modes:
+        _check_after_a_failure(mesh_here(dp_replicate=replicas), grad_sync, policy)
 
 
 @pytest.mark.parametrize("how", ["by an exception", "without one"])
@@ -448,8 +436,7 @@ def test_a_window_that_was_given_up_leaves_nothing(how: str) -> None:
 
 @on_ranks(2)
 def test_a_model_can_be_saved_and_trained_after_a_failed_evaluation(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     window = ragged_batches(4)[dist.get_rank() :: 2]
     fails: list[str] = []

@@ -127,16 +127,18 @@ def test_four_ranks_share_rows(name: str) -> None:
     assert _exact(name, 4, {"cp": 4})[0] <= 1e-12
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotations_by_the_length_of_the_row(kind: str) -> None:
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 5.0, 7.0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "longest", "more"),
+    [("dynamic", 8, {}), ("longrope", 32, {**FACTORS, "original_max_position_embeddings": 8})],
+    ids=["dynamic", "longrope"],
+)
+def test_rotations_by_the_length_of_the_row(kind: str, longest: int, more: dict[str, Any]) -> None:
     """Rows longer than the config's length: each rank has to know how long they are."""
-    scaling: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
-    more: dict[str, Any] = {"max_position_embeddings": 8}
-    if kind == "longrope":
-        scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 5.0, 7.0]}
-        scaling["original_max_position_embeddings"] = 8
-        more = {"max_position_embeddings": 32}
-    options = {"rope_parameters": scaling, **more}
+    scaling = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0, **more}
+    options = {"rope_parameters": scaling, "max_position_embeddings": longest}
     assert max(run_distributed(_check_exact, 2, "qwen3", {"cp": 2}, options, None, [PLAIN]))[0] <= 1e-12
 
 
@@ -169,8 +171,7 @@ def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
     mesh = mesh_here(cp=2)
     # Tokens that see later ones, positions counted by the mask, a recurrence.
     for name in ("ElectraForCausalLM", "OPTForCausalLM", "MambaForCausalLM"):
-        model = _model(name).float().to(device_here())
-        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
+        model = fs.shard_model(_model(name).float().to(device_here()), mesh=mesh, mp_policy=FLOAT32)
         with pytest.raises(fs.UnsupportedModelError, match="may meet in attention alone"):
             fs.use_context_parallel(model, mesh=mesh)
 

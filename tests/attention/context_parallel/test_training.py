@@ -42,10 +42,6 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
 
 
-def _plain_step(oracle: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) -> tuple[float, float]:
-    return plain.step(oracle, [plain_loss(oracle, rows)], [optimizer], max_norm=1.0)
-
-
 @pytest.mark.parametrize(
     ("ranks", "shape", "options"),
     [
@@ -70,7 +66,7 @@ def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], optio
             window = [batch_of(rows[share][0], PACKED), batch_of(rows[share][1], PADDED)]
             result = fs.train_step(model, window, optimizer)
             everything = [row for own in rows for batch in own for row in batch]
-            expected = _plain_step(oracle, beside, everything)
+            expected = plain.step(oracle, [plain_loss(oracle, everything)], [beside], max_norm=1.0)
             assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=close)
             assert (result.num_targets, result.num_tokens) == (
                 sum(int((y[1:] != -100).sum()) for _, y in everything),
@@ -313,8 +309,6 @@ def test_ranks_begin_their_collectives_in_one_order(backend: str, ranks: int) ->
     # torch 2.11 keeps what exchanges bring in compiled code, and recomputes none.
     exchanges = {MICRO_BATCHES * 2 * (2 * LAYERS + again) for again in (0, LAYERS // 2)}
     for step in range(STEPS):
-        counted = {of_rank[step].count(EXCHANGE) for of_rank in found}
-        assert len(counted) == 1
-        assert counted <= exchanges
-        assert set(found[0][step]) == BEGUN
         assert all(of_rank[step] == found[0][step] for of_rank in found), f"step {step}"
+        assert found[0][step].count(EXCHANGE) in exchanges
+        assert set(found[0][step]) == BEGUN
