@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft.attention import hybrid
 from tests.harness.architectures import tiny_architecture
+from tests.harness.losses import gradients_of
 from tests.harness.models import AllFloat64, full, largest_error
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import mesh_here, run_distributed
@@ -91,11 +92,6 @@ def packed(rows: Any) -> dict[str, torch.Tensor]:
     return fs.PackedCollator(max_length=512)(rows)
 
 
-def gradients_of(model: Any, batch: Any) -> dict[str, torch.Tensor]:
-    fs.causal_lm_loss(model, batch, num_targets=1).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("family", KINDS)
 def test_gradients_are_those_of_the_rows_alone(family: str) -> None:
     rows = drawn_rows(7, longest=90)  # beyond a chunk of the recurrences
@@ -104,7 +100,8 @@ def test_gradients_are_those_of_the_rows_alone(family: str) -> None:
         model = copy.deepcopy(plain)
         _, expected = gradients_of_separate_rows(plain, rows)
         hybrid.separate_rows(model)
-        assert largest_error(gradients_of(model, packed(rows)), expected) < 1e-11
+        fs.causal_lm_loss(model, packed(rows), num_targets=1).backward()
+        assert largest_error(gradients_of(model), expected) < 1e-11
 
 
 def train_packed(family: str, ratio: int, dtype: torch.dtype | None) -> dict[str, Any]:

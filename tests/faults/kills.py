@@ -226,8 +226,8 @@ def _save_forever(folder: Path, rank: int, trial: Trial) -> None:
     _join(folder, rank)
     model, optimizer = make(mesh_here())
     root = folder / "root"
-    warm = folder / "warm"  # groups are made and memory is warm before the clock starts
-    fs.save_checkpoint(warm, 0, model=model, optimizer=optimizer, async_=trial.async_).wait()
+    # Groups are made and memory is warm before the clock starts.
+    fs.save_checkpoint(folder / "warm", 0, model=model, optimizer=optimizer, async_=trial.async_).wait()
     dist.barrier()
     log = (folder / f"log-{rank}").open("w", buffering=1)
     try:

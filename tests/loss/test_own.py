@@ -14,7 +14,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft.loss import num_tokens
-from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
+from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of, sharing_rows
 from tests.harness.losses import gradients_of, with_loss
 from tests.harness.models import (
     FLOAT32,
@@ -296,20 +296,14 @@ def _balance_loss(model: Any, layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def _plain(model: Any, micro_batches: list[list[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(cross entropy, router's loss) of a window whose micro-batches have these rows, each by itself."""
-    entropy, router = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    router = torch.zeros((), dtype=torch.float64)
     all_rows = [row for rows in micro_batches for row in rows]
-    targets = sum(int((labels[1:] != -100).sum()) for _, labels in all_rows)
     tokens = sum(len(ids) for ids, _ in all_rows)
     for rows in micro_batches:
-        said = []
-        for ids, labels in rows:
-            output = model(input_ids=ids[None], output_router_logits=True)
-            losses = F.cross_entropy(output.logits[0, :-1], labels[1:], ignore_index=-100, reduction="sum")
-            entropy = entropy + losses / targets
-            said.append(output.router_logits)
+        said = [model(input_ids=ids[None], output_router_logits=True).router_logits for ids, _ in rows]
         loss = _balance_loss(model, tuple(torch.cat(layer) for layer in zip(*said, strict=True)))
         router = router + COEFFICIENT * loss * sum(len(ids) for ids, _ in rows) / tokens
-    return entropy, router
+    return plain_loss(model, all_rows), router
 
 
 @pytest.mark.parametrize(

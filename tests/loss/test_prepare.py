@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import fsdp_sft as fs
@@ -74,7 +73,9 @@ def _odd(kind: str) -> Any:
     elif kind == "adapter":
         # A head with a parameter of its own that does nothing yet: its output alone would not show it.
         model.lm_head.lora = nn.Parameter(torch.zeros(VOCAB, 32))
-        model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight + model.lm_head.lora)
+        model.lm_head.forward = lambda hidden: nn.functional.linear(
+            hidden, model.lm_head.weight + model.lm_head.lora
+        )
     elif kind == "head used twice":
         model.forward = lambda *args, **kwargs: (
             model.lm_head(torch.ones(1, 1, 32)),
@@ -222,9 +223,8 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
             continue
         gradients = []
         for impl in ("logits", "chunked"):
-            model.zero_grad()
             fs.loss_sum(with_loss(model, impl=impl), batch)[0].backward()
-            gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            gradients.append(gradients_of(model))
         errors[name] = largest_error(gradients[1], gradients[0])
         fused += 1
     print(f"\n{fused} of {len(class_names())} fused, largest gradient error {max(errors.values()):.1e}")

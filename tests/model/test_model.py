@@ -153,11 +153,11 @@ SEVERAL_TRUNKS = {"blt", "gemma3", "git", "got_ocr2", "moss_transcribe_diarize",
 @pytest.mark.slow
 def test_every_causal_lm_of_transformers_has_its_layers_found() -> None:
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     transformers.logging.set_verbosity_error()
     checked, not_built, wrong = [], [], []
-    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for model_type, name in names.items():
         try:
             config = transformers.CONFIG_MAPPING[model_type]()
             with torch.device("meta"):
@@ -367,8 +367,6 @@ def _calls(model: nn.Module) -> list[Any]:
 
 @on_ranks(2)
 def test_what_cannot_be_followed_is_refused_by_name() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     class DeepSpeedEngine(_FabricModule):
         pass
 
@@ -376,7 +374,7 @@ def test_what_cannot_be_followed_is_refused_by_name() -> None:
     part.model.layers[0] = DistributedDataParallel(part.model.layers[0])
     inner = tiny_model("llama")
     cases = {
-        "FullyShardedDataParallel": FullyShardedDataParallel(
+        "FullyShardedDataParallel": torch.distributed.fsdp.FullyShardedDataParallel(
             tiny_model("llama"), device_id=torch.device("cpu")
         ),
         "DataParallel": nn.DataParallel(tiny_model("llama")),

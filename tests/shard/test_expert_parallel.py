@@ -93,13 +93,6 @@ def mixtral(tmp_path_factory: Any) -> str:
     return save_mixture(tmp_path_factory.mktemp("mixture"), name, **EIGHT[name])
 
 
-def _expected(model: Any, batches: list[Any], max_norm: float) -> tuple[float, float, dict[str, Any]]:
-    model, gradients = copy.deepcopy(model), dict[str, torch.Tensor]()
-    return *plain.step(
-        model, [plain.mean_loss(model, batches)], [], max_norm=max_norm, keep=gradients
-    ), gradients
-
-
 def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torch.float32) -> Any:
     """By transformers, or with ``ours`` by this library: so many ranks share out the experts."""
     if options is None or "ours" not in options:
@@ -130,7 +123,9 @@ def _check_step(folder: str, options: dict[str, int], dtype: torch.dtype, prepar
         grad_sync="last" if "last" in prepare else "each",
     )
     exact = dtype == torch.float64
-    loss, norm, gradients = _expected(load_native(folder, None, dtype=dtype), batches, 0.05)
+    beside, gradients = load_native(folder, None, dtype=dtype), dict[str, torch.Tensor]()
+    losses = [plain.mean_loss(beside, batches)]
+    loss, norm = plain.step(beside, losses, [], max_norm=0.05, keep=gradients)
     assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=1e-12 if exact else 1e-5)
     assert norm > 0.05, "it is clipped"
     moved = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}

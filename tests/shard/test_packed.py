@@ -342,24 +342,24 @@ def _check_refused(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             loaded(folder, kind, mesh=mesh, **options)
-    model = fs.add_adapters(plain(folder), lora("llama"))
-    fs.shard_model(model, mesh=mesh, frozen_dtype="nf4")
+    model = fs.shard_model(fs.add_adapters(plain(folder), lora("llama")), mesh=mesh, frozen_dtype="nf4")
     held(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     assert step_of(optimizer, model, BATCHES) > 0
     fs.save_full_state_dict(model, folder / "full.safetensors")
-    with pytest.raises(TypeError, match="is not pickled"):
-        torch.save(model.state_dict(), folder / "state.pt")
-    with pytest.raises(fs.UnsupportedModelError, match="kept packed"):
-        model.to(torch.float16)
+    shard = next(p for p in model.parameters() if isinstance(local_of(p), PackedShard))
+    for call, error, said in (
+        (lambda: torch.save(model.state_dict(), folder / "state.pt"), TypeError, "is not pickled"),
+        (lambda: model.to(torch.float16), fs.UnsupportedModelError, "kept packed"),
+        (shard.full_tensor, fs.UnsupportedModelError, "kept packed"),
+    ):
+        with pytest.raises(error, match=said):
+            call()
     assert re.search(
         r"bfloat16, float32, nf4 .*\n.*packed: 14 weights, [45]\.\d\d bits a value",
         fs.describe_sharding(model),
         re.DOTALL,
     )
-    shard = next(p for p in model.parameters() if isinstance(local_of(p), PackedShard))
-    with pytest.raises(fs.UnsupportedModelError, match="kept packed"):
-        shard.full_tensor()
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

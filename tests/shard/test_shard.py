@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 import fsdp_sft as fs
 from fsdp_sft.shard import units
@@ -280,10 +279,8 @@ def test_they_are_refused_before_anything_is_written(lora: bool, tmp_path: Path)
 
 @pytest.fixture
 def compiler_anew() -> Iterator[None]:
-    from torch._dynamo import config
-
     torch.compiler.reset()
-    with config.patch(recompile_limit=config.recompile_limit):
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
         yield
     torch.compiler.reset()
 
@@ -512,7 +509,7 @@ def test_reshard_frees_them() -> None:
 
 
 def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def _head_again(model: Any, ids: torch.Tensor) -> torch.Tensor:

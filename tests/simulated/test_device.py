@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -77,7 +76,7 @@ def _ahead() -> tuple[float, bool]:
 
     def chain() -> torch.Tensor:
         device.copy_(host, non_blocking=True)
-        x = F.layer_norm(device @ device.t(), (8,)) * 2
+        x = nn.functional.layer_norm(device @ device.t(), (8,)) * 2
         return torch.cat([*x.split([3, 5]), x]).softmax(-1).sum(0)
 
     first = chain().cpu()  # with such arguments for the first time

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
@@ -16,7 +15,7 @@ import fsdp_sft as fs
 from fsdp_sft.step.window import num_rows
 from tests.harness.long_rows import sharing_rows
 from tests.harness.models import FLOAT32, VOCAB, ragged_batches, tiny_config, tiny_model
-from tests.harness.ranks import mesh_here, on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks
 
 
 class Seeing(LlamaForCausalLM):
@@ -125,7 +124,7 @@ def _batch(seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, Any]:
 
 
 def _next(ids: torch.Tensor) -> torch.Tensor:
-    return F.pad(ids[:, 1:], (0, 1), value=-100)
+    return nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
 
 
 def _mistakes() -> dict[str, tuple[dict[str, Any], str]]:
@@ -134,7 +133,7 @@ def _mistakes() -> dict[str, tuple[dict[str, Any], str]]:
     return {
         "shifted already": ({**right, "labels": _next(right["labels"])}, "shifted already.*as shift_labels"),
         "shifted with an end": (
-            {**right, "labels": F.pad(ids[:, 1:], (0, 1), value=2)},
+            {**right, "labels": nn.functional.pad(ids[:, 1:], (0, 1), value=2)},
             "labels equal the next id at 21 of 21 targets",
         ),
         "shift_labels not shifted": ({**right, "shift_labels": ids}, "they have not been shifted"),
@@ -257,24 +256,24 @@ def test_windows_keep_ranks_together() -> None:
         with pytest.raises(OSError, match="cannot fork"):
             call()
     loader = DataLoader(list(range(24)), 2)
-    for given, match in (
-        ({"grad_accum_steps": 0}, "grad_accum_steps must be an integer of at least 1, got 0"),
-        ({}, "one of the two"),
-        ({"grad_accum_steps": 1, "global_batch": 8}, "one of the two"),
+    buckets = DataLoader(list(range(24)), batch_sampler=[[0, 1], [2]])  # batches of unequal sizes
+    for source, given, match in (
+        (loader, {"grad_accum_steps": 0}, "grad_accum_steps must be an integer of at least 1, got 0"),
+        (loader, {}, "one of the two"),
+        (loader, {"grad_accum_steps": 1, "global_batch": 8}, "one of the two"),
         (
+            loader,
             {"global_batch": 6},
             "global_batch=6 is no multiple of 4, which 2 ranks take at once with a batch size",
         ),
+        (batches, {"global_batch": 8}, "whose batches have a known size"),
+        (buckets, {"global_batch": 8}, "whose batches have a known size"),
     ):
         with pytest.raises(ValueError, match=match):
-            fs.windows(loader, **given)
+            fs.windows(source, **given)
     sampler = fs.PackedSampler([6] * 16, max_length=12)
     packs = DataLoader(batches + batches, batch_sampler=sampler, collate_fn=lambda pack: pack[0])
     assert len(next(iter(fs.windows(packs, global_batch=4)))) == 2, "a pack is a batch"
-    buckets = DataLoader(list(range(24)), batch_sampler=[[0, 1], [2]])  # batches of unequal sizes
-    for unknown in (batches, buckets):
-        with pytest.raises(ValueError, match="whose batches have a known size"):
-            fs.windows(unknown, global_batch=8)
 
 
 class _Rows:
@@ -340,17 +339,14 @@ def test_a_sampler_that_is_moved_in_the_middle_of_a_pass(how: str) -> None:
         assert len(list(fs.windows(loader, 1))) == 2
 
 
-def _micro_batches(**shape: int) -> list[int]:
-    mesh, rows = mesh_here(**shape), _rows(24)
-    loader: Any = DataLoader(rows, 2, sampler=fs.ResumableSampler(rows, mesh=mesh), collate_fn=_stack)
-    return [len(window) for window in fs.windows(loader, global_batch=8, mesh=mesh)]
-
-
 @pytest.mark.parametrize(("ranks", "shape", "expected"), [(1, {}, 4), (2, {}, 2), (2, {"cp": 2}, 4)])
+@on_ranks()
 def test_a_global_batch_makes_as_many_steps_on_any_number_of_ranks(
     ranks: int, shape: Any, expected: int
 ) -> None:
-    assert run_distributed(_micro_batches, ranks, **shape)[0] == [expected] * 3
+    mesh, rows = mesh_here(**shape), _rows(24)
+    loader: Any = DataLoader(rows, 2, sampler=fs.ResumableSampler(rows, mesh=mesh), collate_fn=_stack)
+    assert [len(window) for window in fs.windows(loader, global_batch=8, mesh=mesh)] == [expected] * 3
 
 
 def test_a_batch_without_a_tensor_has_no_rows_to_count() -> None:

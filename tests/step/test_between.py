@@ -254,11 +254,6 @@ def test_a_step_beside_it_is_that_of_one_process_or_refused(what: str) -> None:
 # --- what is trained gets its gradient from the reduction over the ranks alone: right, or refused ----------
 
 
-def _sharded(model: Any = None, **shape: int) -> Any:
-    model = tiny_model("llama") if model is None else model
-    return fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=FLOAT32)
-
-
 Cause = Callable[[Any, Any], dict[str, Any] | None]
 
 
@@ -283,10 +278,6 @@ def _replaced(name: str, gathered: bool, model: Any, optimizer: Any) -> None:
 
 def _other_rate(made: Callable[[float], Any], model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["lr"] = made(1e-3 * (1 + dist.get_rank()))
-
-
-def _other_scale(model: Any, optimizer: Any) -> dict[str, Any]:
-    return {"scaler": torch.amp.GradScaler(device_here().type, init_scale=2.0 ** (8 + dist.get_rank()))}
 
 
 def _frozen(some: Callable[[Any], Any], model: Any, optimizer: Any) -> None:
@@ -347,7 +338,13 @@ CASES: dict[str, tuple[Cause, type[Exception], str]] = {
         fs.BatchError,
         r"lr=0.001 of group 0 of SGD and lr=0.002 of group 0",
     ),
-    "another scale": (_other_scale, fs.BatchError, r"scale=256.0 and 512.0"),
+    "another scale": (
+        lambda model, optimizer: {
+            "scaler": torch.amp.GradScaler(device_here().type, init_scale=2.0 ** (8 + dist.get_rank()))
+        },
+        fs.BatchError,
+        r"scale=256.0 and 512.0",
+    ),
 }
 FAMILIES = {"a tied head that was untied": "qwen2-tied", "experts watched by one rank": "mixtral"}
 
@@ -356,7 +353,8 @@ FAMILIES = {"a tied head that was untied": "qwen2-tied", "experts watched by one
 @on_ranks(2, timeout=60)
 def test_refused_on_all_ranks(case: str) -> None:
     cause, kind, words = CASES[case]
-    model = _sharded(tiny_model(FAMILIES.get(case, "llama")))
+    plain = tiny_model(FAMILIES.get(case, "llama"))
+    model = fs.shard_model(plain, mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     options = cause(model, optimizer) or {}
     with pytest.raises(kind, match=words):

@@ -67,14 +67,6 @@ def strange_count(batch: Pair) -> int:
     return int((batch.targets != -1).sum())
 
 
-def _t5_batches() -> list[dict[str, Any]]:
-    """An encoder-decoder's: labels of another length than the inputs, and not shifted."""
-    return [
-        {**batch, "labels": torch.where(batch["labels"] == -100, -100, batch["labels"])[:, 2:].contiguous()}
-        for batch in ragged_batches(4)
-    ]
-
-
 def _t5_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return F.cross_entropy(
         model(**batch).logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum"
@@ -85,7 +77,8 @@ CASES: dict[str, Any] = {
     "strange": (strange_model, strange_batches(4), strange_loss, strange_count),
     "encoder-decoder": (
         lambda: tiny_model("t5"),
-        _t5_batches(),
+        # Labels of another length than the inputs, and not shifted.
+        [{**batch, "labels": batch["labels"][:, 2:].contiguous()} for batch in ragged_batches(4)],
         _t5_loss,
         lambda batch: int((batch["labels"] != -100).sum()),
     ),
@@ -349,18 +342,10 @@ def _dpo(losses_of: LossesOf, model: Any, reference: Any, pairs: Any) -> Any:
     return -F.logsigmoid(margin).sum(), metrics
 
 
-def _num_pairs(pairs: Any) -> int:
-    return len(pairs["chosen"]["input_ids"])
-
-
 def _weights(batch: Any) -> torch.Tensor:
     """A weight of each label, by the batch alone: of either sign."""
     labels = batch["labels"]
     return torch.where(labels == -100, 0.0, (labels % 5).double() - 1.0)
-
-
-def _weighted_rows(seed: int) -> Any:
-    return batch_of(rows_of([6, 15, 1, 9], seed=seed), PADDED)
 
 
 def _weighted(losses_of: LossesOf, model: Any, reference: Any, batch: Any) -> Any:
@@ -375,8 +360,12 @@ def _size_of_weights(batch: Any) -> float:
 
 # (loss and metrics by whichever losses of tokens, batches by a seed, their count).
 OF_TOKENS: dict[str, Any] = {
-    "dpo": (_dpo, _pairs, _num_pairs),
-    "weighted": (_weighted, _weighted_rows, _size_of_weights),
+    "dpo": (_dpo, _pairs, lambda pairs: len(pairs["chosen"]["input_ids"])),
+    "weighted": (
+        _weighted,
+        lambda seed: batch_of(rows_of([6, 15, 1, 9], seed=seed), PADDED),
+        _size_of_weights,
+    ),
 }
 
 
@@ -429,14 +418,8 @@ def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
     model = sharing_rows(tiny_model("qwen3"), mesh_here(cp=2))
     batch = batch_of(rows_of([6, 15, 1, 9]), PADDED)
 
-    def raw(model: Any, batch: Any) -> torch.Tensor:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return F.cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
-        )
-
     with pytest.raises(fs.UnsupportedModelError, match=r"called by itself in training.*token_losses"):
-        fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=raw)
+        fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=_of_logits)
     plain = fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.0))
     counted = fs.train_step(
         model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), count_fn=lambda batch: 2.5

@@ -35,14 +35,11 @@ from tests.harness.ranks import device_here, device_type, mesh_here, on_ranks, r
 from tests.simulated.ranks import run_simulated
 
 
-def _split(model: Any) -> tuple[list[Any], list[Any]]:
+def _two(model: Any) -> list[torch.optim.Optimizer]:
+    """Of the matrices in the layers, and of the rest."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "layers" in name]
-    return matrices, [p for name, p in named if not (p.ndim == 2 and "layers" in name)]
-
-
-def _two(model: Any) -> list[torch.optim.Optimizer]:
-    matrices, rest = _split(model)
+    rest = [p for name, p in named if not (p.ndim == 2 and "layers" in name)]
     return [torch.optim.SGD(matrices, lr=0.5, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2)]
 
 

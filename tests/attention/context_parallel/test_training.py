@@ -82,19 +82,11 @@ def test_steps_are_those_of_one_process(ranks: int, shape: dict[str, int], optio
         assert abs(fs.evaluate(model, batches).loss - expected) < close * expected
 
 
-def _rows_of_data(number: int) -> list[dict[str, list[int]]]:
-    rows = rows_of([3 + i % 7 for i in range(number)], seed=4)
-    return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows]
-
-
-def _seen(windows: Any) -> list[Any]:
-    return [[batch["input_ids"].tolist() for batch in window] for window in windows]
-
-
 @on_ranks(4)
 def test_one_rank_of_a_group_reads_for_all() -> None:
-    mesh, data = mesh_here(cp=2, dp_shard=2), _rows_of_data(23)
-    collator = fs.PackedCollator(max_length=40)
+    mesh, collator = mesh_here(cp=2, dp_shard=2), fs.PackedCollator(max_length=40)
+    rows = rows_of([3 + i % 7 for i in range(23)], seed=4)
+    data = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows]
 
     def loader(sampler: Any) -> DataLoader[Any]:
         return DataLoader(data, 3, sampler=sampler, collate_fn=collator)  # type: ignore[arg-type]
@@ -104,7 +96,8 @@ def test_one_rank_of_a_group_reads_for_all() -> None:
     plain = fs.ResumableSampler(data, seed=3, num_replicas=2, rank=share)
     expected = [[batch["input_ids"].tolist()] for batch in loader(plain)]
     own = loader(sampler) if cp_rank(mesh) == 0 else None
-    assert _seen(fs.windows(own, 1, mesh=mesh)) == expected
+    windows = fs.windows(own, 1, mesh=mesh)
+    assert [[batch["input_ids"].tolist() for batch in window] for window in windows] == expected
     if own is not None:
         assert (sampler.epoch, sampler.position) == (1, 0)
     other = fs.ResumableSampler(
@@ -159,13 +152,14 @@ def _check_refusals(folder: Path) -> None:
     with pytest.raises(ValueError, match="not sharded on this mesh"):
         fs.use_context_parallel(model, mesh=mesh_here(cp=2))
     fs.use_context_parallel(model, mesh=mesh)
-    with pytest.raises(fs.BatchError, match="different batches"):
-        fs.train_step(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], optimizer)
-    with pytest.raises(fs.BatchError, match=r"'pixel_values' has \(1, 3"):
-        fs.train_step(model, [{**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}], optimizer)
-    for name, wrong in (("attention_mask", torch.ones(1, 1)), ("position_ids", [[0, 1]])):
-        with pytest.raises(fs.BatchError, match=f"one entry a token.*{name}.*Give it so"):
-            fs.train_step(model, [{**batch, name: wrong}], optimizer)
+    for wrong, message in (
+        (batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED), "different batches"),
+        ({**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}, r"'pixel_values' has \(1, 3"),
+        ({**batch, "attention_mask": torch.ones(1, 1)}, "one entry a token.*attention_mask.*Give it so"),
+        ({**batch, "position_ids": [[0, 1]]}, "one entry a token.*position_ids.*Give it so"),
+    ):
+        with pytest.raises(fs.BatchError, match=message):
+            fs.train_step(model, [wrong], optimizer)
     ids = batch["input_ids"].to(device_here())
     with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):
         model(input_ids=ids)
