@@ -42,15 +42,6 @@ def _windows(ranks: int) -> list[list[list[dict[str, Any]]]]:
     return [[step[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)] for step in steps]
 
 
-def _oracle_training(model: Any) -> list[float]:
-    """Plain steps on all rows, in place."""
-    optimizer = _optimizer(model)
-    return [
-        plainly.step(model, [oracle_loss(model, window)], [optimizer], max_norm=1.0)[0]
-        for (window,) in _windows(1)
-    ]
-
-
 def _optimizer(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
 
@@ -86,7 +77,11 @@ def _freeze(model: Any, how: str) -> Any:
 def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
     for how in ("embedding", "lower half"):
         oracle = _freeze(tiny_model("llama", dtype=torch.float64), how)
-        expected = _oracle_training(oracle)
+        optimizer = _optimizer(oracle)
+        expected = [
+            plainly.step(oracle, [oracle_loss(oracle, window)], [optimizer], max_norm=1.0)[0]
+            for (window,) in _windows(1)
+        ]
         model = _sharded(_freeze(tiny_model("llama", dtype=torch.float64), how))
         optimizer = _optimizer(model)
         losses = _train(model, optimizer, 0, 3)

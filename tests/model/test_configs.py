@@ -37,7 +37,6 @@ ODD: dict[str, dict[str, Any]] = {
 
 
 def _with(folder: Path, name: str, fields: Any) -> Path:
-    """The folder, with more fields in one of its files."""
     path = folder / name
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**before, **fields} if isinstance(fields, dict) else fields))

@@ -83,7 +83,6 @@ def test_named_submodules_are_kept_and_the_rest_recomputed(backend: str | None) 
 
 
 def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
-    """As a list of blocks does; without either, all of them."""
     model = tiny_model("llama", num_hidden_layers=4)
     plain, attention, expected = _step(model)
     for arguments, chosen in (

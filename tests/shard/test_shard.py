@@ -525,7 +525,6 @@ def _embedded_after(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(2)
 def test_loops_that_call_parts_of_the_model() -> None:
-    """By themselves, beside one process."""
     rank = dist.get_rank()
     for loop in (_head_again, _embedded_after):
         model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())

@@ -246,7 +246,6 @@ def test_training_is_the_cpus_bit_by_bit(name: str) -> None:
 
 
 def _convolved(x: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of convolutions."""
     found: list[torch.Tensor] = []
     for make in (
         lambda: nn.Conv1d(16, 4, 3, padding=2, stride=2, groups=2),

@@ -254,41 +254,40 @@ KINDS: dict[str, tuple[Any, type, Any]] = {
     "own": (OwnBatch, OwnBatch, lambda batch: batch.tensors),
 }
 if tensordict is not None:
-    KINDS["tensordict"] = (
-        lambda batch: tensordict.TensorDict(dict(batch), batch_size=[len(batch["input_ids"])]),
-        tensordict.TensorDict,
-        lambda batch: dict(batch.items()),
-    )
-    KINDS["tensordict of nested"] = (
-        lambda batch: tensordict.TensorDict(_nested(batch), batch_size=[len(batch["input_ids"])]),
-        tensordict.TensorDict,
-        _padded,
-    )
+    KINDS |= {
+        "tensordict": (
+            lambda batch: tensordict.TensorDict(dict(batch), batch_size=[len(batch["input_ids"])]),
+            tensordict.TensorDict,
+            lambda batch: dict(batch.items()),
+        ),
+        "tensordict of nested": (
+            lambda batch: tensordict.TensorDict(_nested(batch), batch_size=[len(batch["input_ids"])]),
+            tensordict.TensorDict,
+            _padded,
+        ),
+    }
 
 
-def _train(kind: str | None) -> list[float]:
+def _train(kind: str) -> list[float]:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    make, cls, read = KINDS.get(kind, (dict, dict, dict))
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        assert type(batch) is cls
+        plain = read(batch)
+        assert plain["input_ids"].device == device_here()
+        return fs.token_losses(model, plain).sum()
+
+    def count_fn(batch: Any) -> int:
+        return int((read(batch)["labels"][:, 1:] != -100).sum())
+
+    own = {"loss_fn": loss_fn, "count_fn": count_fn} if kind in KINDS else {}
     losses = []
     for step in range(2):
-        window = ragged_batches(2 * ranks, seed=step)[rank::ranks]
-        if kind is None:
-            losses.append(fs.train_step(model, window, optimizer).loss)
-            continue
-        make, cls, read = KINDS[kind]
-        given = [make(batch) for batch in window]
-
-        def loss_fn(model: Any, batch: Any, cls: type = cls, read: Any = read) -> torch.Tensor:
-            assert type(batch) is cls
-            plain = read(batch)
-            assert plain["input_ids"].device == device_here()
-            return fs.token_losses(model, plain).sum()
-
-        def count_fn(batch: Any, read: Any = read) -> int:
-            return int((read(batch)["labels"][:, 1:] != -100).sum())
-
-        losses.append(fs.train_step(model, given, optimizer, loss_fn=loss_fn, count_fn=count_fn).loss)
+        given = [make(batch) for batch in ragged_batches(2 * ranks, seed=step)[rank::ranks]]
+        losses.append(fs.train_step(model, given, optimizer, **own).loss)
         if kind == "encoding":
             assert given[0].input_ids.device.type == "cpu", "the caller's batch stays where it was"
     return losses
@@ -298,7 +297,7 @@ def _train(kind: str | None) -> list[float]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks()
 def test_they_train_as_padded_ones_do(ranks: int) -> None:
-    expected = _train(None)
+    expected = _train("padded")
     for kind in KINDS:
         assert _train(kind) == pytest.approx(expected, rel=1e-6), kind
 

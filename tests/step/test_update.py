@@ -36,7 +36,6 @@ from tests.simulated.ranks import run_simulated
 
 
 def _two(model: Any) -> list[torch.optim.Optimizer]:
-    """Of the matrices in the layers, and of the rest."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "layers" in name]
     rest = [p for name, p in named if not (p.ndim == 2 and "layers" in name)]
@@ -368,7 +367,6 @@ MODES = ("each", "last", "reduce_scatter")
 
 
 def _check_after_a_failure(mesh: Any, grad_sync: Any, policy: MixedPrecisionPolicy = FLOAT32) -> None:
-    """The gradients of a step after each kind of failed one."""
     for name in FAILURES:
         for call in (1, 2):
             model = tiny_model("llama").to(device_here())

@@ -251,11 +251,9 @@ def _judge(name: str) -> str:
     fs.init_distributed(device_type="cpu")
     with quiet():
         try:
-            model = tiny_architecture(name).double().eval()  # some have dropout
+            model = _model(name).eval()  # some have dropout
         except ValueError as error:
             return f"plain transformers cannot: {error}"
-        if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
         oracle = copy.deepcopy(model)
         mesh = mesh_here(cp=2)
         try:
