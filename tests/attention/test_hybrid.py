@@ -139,8 +139,7 @@ def test_sharded_and_checkpointed_models_train_as_rows_alone_do(
 
 def logits_of(model: Any, lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a pack, and of its rows alone."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 90, (1, sum(lengths)), generator=generator)
+    ids = torch.randint(3, 90, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
         together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]

@@ -236,8 +236,9 @@ def _save_forever(folder: Path, rank: int, trial: Trial) -> None:
                 POINTS[trial.point][1](trial, folder)
             fill(model, optimizer, step)
             log.write(f"begin {step}\n")
-            options = {"async_": trial.async_, "keep_last": trial.keep_last}
-            saved = fs.save_checkpoint(root, step, model=model, optimizer=optimizer, **options)
+            saved = fs.save_checkpoint(
+                root, step, model=model, optimizer=optimizer, async_=trial.async_, keep_last=trial.keep_last
+            )
             if trial.async_:
                 fill(model, optimizer, -step)  # training goes on; the copy must not see it
             saved.wait()
@@ -256,9 +257,13 @@ def _die(trial: Trial, folder: Path) -> None:
 
 
 def _strike(
-    module: str, name: str, when: Callable[..., bool], part: Callable[..., Any] | None, after: bool = False
+    module: str,
+    name: str,
+    when: Callable[..., bool] | None,
+    part: Callable[..., Any] | None,
+    after: bool = False,
 ) -> Callable[[Trial, Path], None]:
-    """Make ``module.name`` kill: before it does anything, after ``part`` of it, or after it."""
+    """Make ``module.name`` kill, always or ``when``: before it begins, after ``part`` of it, or after it."""
 
     def arm(trial: Trial, folder: Path) -> None:
         import importlib
@@ -267,7 +272,7 @@ def _strike(
         original = getattr(owner, name)
 
         def struck(*args: Any, **kwargs: Any) -> Any:
-            if dist.get_rank() != trial.victim or not when(*args):
+            if dist.get_rank() != trial.victim or (when is not None and not when(*args)):
                 return original(*args, **kwargs)
             if part is not None:
                 part(original, *args)
@@ -300,15 +305,11 @@ def _pruned(path: Any, *_: Any) -> bool:
     return Path(path).name.startswith(".tmp-pruned")
 
 
-def _anything(*_: Any) -> bool:
-    return True
-
-
 _FOLDER, _FILES = "fsdp_sft.dcp_io.folder", "fsdp_sft._tensors.disk"
 POINTS: dict[str, tuple[int, Callable[[Trial, Path], None]]] = {
-    "before data": (1, _strike(_FOLDER, "write_tensors", _anything, None)),
+    "before data": (1, _strike(_FOLDER, "write_tensors", None, None)),
     "mid-data": (1, _strike(_FILES, "write_at", lambda fd, at, view: len(view) > 10_000, _half_write)),
-    "after data": (1, _strike(_FOLDER, "write_tensors", _anything, None, after=True)),
+    "after data": (1, _strike(_FOLDER, "write_tensors", None, None, after=True)),
     "mid-manifest": (
         0,
         _strike(_FOLDER, "write_bytes", lambda path, _: path.name == "MANIFEST.json", _half_file),

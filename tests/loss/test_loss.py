@@ -440,8 +440,9 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
 def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, float], ranks: int) -> None:
     loss, weight, gradients = expected_step(weighted_batches(6), **terms)
     found = run_distributed(_step, ranks, loss_impl, terms)[0]
-    numbers = found["loss"], found["evaluated"], found["weight"]
-    assert numbers == pytest.approx((loss, loss, weight), rel=1e-12)
+    assert (found["loss"], found["evaluated"], found["weight"]) == pytest.approx(
+        (loss, loss, weight), rel=1e-12
+    )
     assert found["summed"] == pytest.approx(found["weight"], rel=1e-15)
     assert len(set(found["targets"])) == 1
     for name, right in gradients.items():

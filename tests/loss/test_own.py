@@ -254,9 +254,9 @@ def test_a_loss_that_cannot_be_compared_is_refused_or_left_out_by_name() -> None
 
 @pytest.mark.parametrize("impl", ["auto", "logits"])
 def test_a_loss_that_only_a_batch_calls_forth_is_refused(impl: Any) -> None:
-    batch = {**ragged_batches(2)[0], "extra": torch.ones(3)}
+    model, batch = with_loss(_changed(_entropy), impl=impl), ragged_batches(2)[0]
     with pytest.raises(fs.ModelLossError, match="returned a loss although it was given no labels"):
-        fs.loss_sum(with_loss(_changed(_entropy), impl=impl), batch)
+        fs.loss_sum(model, {**batch, "extra": torch.ones(3)})
 
 
 # --- a router's loss of micro-batches: beside all rows by themselves in one plain process ------------------

@@ -310,8 +310,10 @@ def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path
             result = fs.train_step(
                 model, batches[rank::ranks], optimizer, max_grad_norm=None, grad_sync=grad_sync
             )
-            close = pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5)
-            assert (result.loss, result.grad_norm) == close, kind
+            assert (result.loss, result.grad_norm) == (
+                pytest.approx(loss, rel=1e-6),
+                pytest.approx(norm, rel=1e-5),
+            ), kind
             actual = {name: full(before[name] - p.detach()) for name, p in inner.named_parameters()}
             assert largest_error(actual, expected) <= 1e-5, (kind, grad_sync)
         if kind not in ("ddp", "fabric"):

@@ -33,13 +33,13 @@ def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
         assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
     # A rank that has run out needs no batch of the others': these cannot be sent.
     noted = [{**batch, "note": lambda: None} for batch in shares + shares[:1]]
-    uneven = noted if rank == 0 else noted[:1]
 
     def without_note(model: Any, batch: Any) -> torch.Tensor:
         return fs.loss_sum(model, {name: value for name, value in batch.items() if name != "note"})[0]
 
     if ranks == 2:
-        assert fs.evaluate(model, uneven, loss_fn=without_note).num_targets > 0
+        own = noted if rank == 0 else noted[:1]
+        assert fs.evaluate(model, own, loss_fn=without_note).num_targets > 0
     with pytest.raises(ValueError, match="no target on any rank"):
         fs.evaluate(model, batches[-1:] if rank == 0 else [])
 

@@ -30,7 +30,6 @@ def _is_of_the_model(files: list[str]) -> bool:
 
 def _steps(form: str, micro_batches: int) -> dict[str, Any]:
     context = fs.init_distributed()
-    on_device = context.device if form == "device batches" else None
     plain = tiny_model("mixtral" if form == "router" else "llama").to(context.device)
     model: Any = fs.shard_model(plain, mesh=fs.build_mesh())
     fs.prepare_loss(
@@ -40,7 +39,7 @@ def _steps(form: str, micro_batches: int) -> dict[str, Any]:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"scaler": torch.amp.GradScaler("sim", init_scale=8.0)} if form == "scaler" else {}
-    *first, last = windows_of_rank(micro_batches, on_device)
+    *first, last = windows_of_rank(micro_batches, context.device if form == "device batches" else None)
     for window in first:
         fs.train_step(model, window, optimizer, **options)
     return {

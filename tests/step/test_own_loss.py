@@ -109,8 +109,11 @@ def test_a_loss_of_ones_own_equals_the_single_process(
     (window,) = fs.windows(batches[dist.get_rank() :: ranks], 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     result = fs.train_step(model, window, optimizer, max_grad_norm=0.1, grad_sync=grad_sync, **functions)
-    close = pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5)
-    assert (result.loss, result.grad_norm, result.num_targets) == (*close, count)
+    assert (result.loss, result.grad_norm, result.num_targets) == (
+        pytest.approx(loss, rel=1e-6),
+        pytest.approx(norm, rel=1e-5),
+        count,
+    )
     moved = {name: before[name] - full(p) for name, p in model.named_parameters() if name in gradients}
     assert largest_error(moved, gradients) <= 1e-4
     with torch.no_grad():
@@ -394,8 +397,10 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
             loss = sum(one for one, _ in found) / divisor
             expected = step_of(plain, [loss], [other], max_norm=1.0)
             assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=1e-9), step
-            close = pytest.approx(divisor, rel=1e-12)
-            assert (result.target_weight, result.num_targets) == (close, round(divisor))
+            assert (result.target_weight, result.num_targets) == (
+                pytest.approx(divisor, rel=1e-12),
+                round(divisor),
+            )
             assert result.metrics == pytest.approx(
                 {name: sum(float(m[name]) for _, m in found) / divisor for name in found[0][1]}, rel=1e-9
             )
@@ -423,8 +428,10 @@ def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
     counted = fs.train_step(
         model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), count_fn=lambda batch: 2.5
     )
-    expected = pytest.approx(plain.loss * plain.num_targets / 2.5, rel=1e-6)
-    assert (counted.loss, counted.target_weight) == (expected, 2.5)
+    assert (counted.loss, counted.target_weight) == (
+        pytest.approx(plain.loss * plain.num_targets / 2.5, rel=1e-6),
+        2.5,
+    )
     for whole in (lambda m, b: fs.token_losses(m, b).sum(), lambda m, b: fs.loss_sum(m, b)[0]):
         own = fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=whole)
         assert (own.loss, own.grad_norm, own.num_targets, own.num_tokens) == (

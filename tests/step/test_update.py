@@ -78,8 +78,10 @@ def test_several_optimizers_step_as_in_the_plain_loop(ranks: int, mesh_shape: An
             max_grad_norm=0.5,
             grad_sync=grad_sync,
         )
-        close = pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4)
-        assert (result.loss, result.grad_norm) == close
+        assert (result.loss, result.grad_norm) == (
+            pytest.approx(loss, rel=1e-5),
+            pytest.approx(norm, rel=1e-4),
+        )
     actual = {name: full(p.detach()) for name, p in model.named_parameters()}
     # Adam divides by the size of gradients that float32 knows to seven digits
     assert largest_error(actual, {name: p.detach() for name, p in beside.named_parameters()}) <= 1e-4

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 import fsdp_sft as fs
 from fsdp_sft.attention.varlen import attention
 from tests.harness.architectures import class_names, tiny_architecture
-from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
+from tests.harness.models import TINY, VOCAB, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "gpt2", "mixtral"]
@@ -67,9 +67,13 @@ def test_gradients_of_a_pack_are_the_sum_over_its_rows(
 
 def _inputs(model: Any, positions: torch.Tensor) -> dict[str, Any]:
     """What transformers' functions make a mask of."""
-    embeds = torch.zeros(*positions.shape, 8)
-    common = {"inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
-    return {**common, "config": model.config, "position_ids": positions}
+    return {
+        "config": model.config,
+        "inputs_embeds": torch.zeros(*positions.shape, 8),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": positions,
+    }
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 400])
@@ -207,12 +211,10 @@ def reference_varlen_attn(
 ) -> torch.Tensor:
     """What torch documents: ``(T, heads, D)``, rows by cumulative lengths, windows as (left, right)."""
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]
-    assert query.stride(-1) == 1
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert torch.equal(cu_seq_q, cu_seq_k)
     assert max_q == max_k == int(cu_seq_q.diff().max())
-    assert cu_seq_q[-1] == len(query)
-    assert window_size[1] == 0
+    assert (query.stride(-1), int(cu_seq_q[-1]), window_size[1]) == (1, len(query), 0)
     assert enable_gqa or query.shape[1] == key.shape[1]
     outs = []
     for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
@@ -284,12 +286,10 @@ def test_values_shorter_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_whose_attention_cannot_be_replaced_are_refused() -> None:
     with pytest.raises(TypeError, match="needs a transformers model, got Linear"):
         fs.use_varlen_attention(torch.nn.Linear(2, 2))
-    small = {"vocab_size": VOCAB, "hidden_size": 32}
-    bloom = tf.BloomForCausalLM(tf.BloomConfig(**small, n_layer=2, n_head=4))
-    sinks = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    sinks |= {"intermediate_size": 48, "num_local_experts": 2}
-    gpt_oss = tf.GptOssForCausalLM(tf.GptOssConfig(**small, **sinks))
-    for model in (bloom, gpt_oss):
+    for model in (
+        tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)),
+        tf.GptOssForCausalLM(tf.GptOssConfig(**TINY, num_hidden_layers=2, head_dim=8, num_local_experts=2)),
+    ):
         with pytest.raises(ValueError, match=r"runs eager attention, .* does not let it run 'sdpa'"):
             fs.use_varlen_attention(model)
         assert model.config._attn_implementation == "eager"
