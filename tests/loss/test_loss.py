@@ -276,7 +276,6 @@ def test_a_compiled_loss_and_compiled_blocks() -> None:
 # --- weighted targets, smoothed labels and the z-loss: against float64, in every way to compute the loss ---
 
 
-ROWS, WIDTH, VOCABULARY = 37, 16, 300
 TERMS = [
     {"label_smoothing": 0.1},
     {"z_loss": 1e-2},
@@ -305,16 +304,10 @@ def oracle(
 
 
 def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
-    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
-    labels = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
-    labels[::5] = -100
-    weights = torch.rand(ROWS, generator=generator) * 3
-    weights[1], weights[5] = 0.0, float("nan")  # the second has no label, and is not read
-    parts = (part.to(dtype).requires_grad_() for part in (hidden, weight, bias))
-    return *parts, labels, weights
+    hidden, weight, labels, bias = draw_head(torch.float64, rows=37, width=16)
+    weights = torch.rand(len(labels), generator=torch.Generator().manual_seed(0)) * 3
+    labels[5], weights[1], weights[5] = -100, 0.0, float("nan")  # that of no label is not read
+    return *leaves_of(hidden, weight, bias, dtype=dtype), labels, weights
 
 
 @pytest.mark.parametrize("terms", [{}, *TERMS], ids=str)
@@ -383,14 +376,13 @@ def expected_step(
 ) -> tuple[float, float, dict[str, torch.Tensor]]:
     """(loss, sum of the weights, gradients) of plain torch in float64."""
     model = tiny_model("llama", dtype=torch.float64)
-    total, weight = torch.zeros((), dtype=torch.float64), 0.0
+    total, weight = torch.zeros((), dtype=torch.float64), sum(map(_weight, batches))
     for batch in batches:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
         logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
         labels = batch["labels"][:, 1:].flatten()
         own = batch.get("loss_weights", torch.ones(batch["labels"].shape))[:, 1:].flatten().double()
         total = total + oracle(logits, labels, own, label_smoothing, z_loss)
-        weight += float(own[labels != -100].sum())
     (total / weight).backward()
     return float(total.detach()) / weight, weight, gradients_of(model)
 
