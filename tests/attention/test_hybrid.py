@@ -1,7 +1,5 @@
 """Hybrid models: recurrences and short convolutions keep rows of a pack apart, or are refused."""
 
-import copy
-import importlib
 import inspect
 import sys
 from types import SimpleNamespace
@@ -96,8 +94,7 @@ def packed(rows: Any) -> dict[str, torch.Tensor]:
 def test_gradients_are_those_of_the_rows_alone(family: str) -> None:
     rows = drawn_rows(7, longest=90)  # beyond a chunk of the recurrences
     with AllFloat64():
-        plain = tiny_hybrid(family).double()
-        model = copy.deepcopy(plain)
+        plain, model = (tiny_hybrid(family).double() for _ in range(2))
         _, expected = gradients_of_separate_rows(plain, rows)
         hybrid.separate_rows(model)
         fs.causal_lm_loss(model, packed(rows), num_targets=1).backward()
@@ -224,8 +221,8 @@ class Kernel:
 
 def test_kernels_get_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+    from transformers.models.qwen3_next import modeling_qwen3_next as file
 
-    file = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     convolution = Kernel(inspect.unwrap(file.causal_conv1d_fn), 2)
     rule = Kernel(inspect.unwrap(file.torch_chunk_gated_delta_rule), 1)
 

@@ -3,7 +3,6 @@
 ``FAULTS=20`` in the environment makes twenty times as many trials: `make test-faults`.
 """
 
-import itertools
 import os
 import random
 import signal
@@ -24,7 +23,7 @@ from tests.harness.trained import assert_same, everything
 
 TIMES = int(os.environ.get("FAULTS", "1"))
 STOPPED_SECONDS = 4
-WAYS = list(itertools.product((False, True), (False, True)))
+WAYS = [(everyone, async_) for everyone in (False, True) for async_ in (False, True)]
 
 
 @pytest.mark.parametrize("point", list(kills.POINTS))

@@ -16,10 +16,9 @@ from fsdp_sft.shard.packing import choose_packed
 from tests import plain as plainly
 from tests.harness import multimodal
 from tests.harness.composed import composed
-from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, save_tiny
 from tests.harness.models import FLOAT32, TINY, full, largest_error, oracle_loss, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything, spread
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")

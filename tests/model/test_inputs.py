@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
 from fsdp_sft._model.forward import check_ids, no_cache, rows_of as rows_known
-from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, batch_of, plain_gradients, rows_of
 from tests.harness.models import FLOAT32, VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.multimodal import CONFIGS, tiny
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 
 LENGTHS = [6, 15, 1, 9]
 
@@ -99,7 +97,7 @@ def test_one_rank_with_an_id_too_many(kind: str) -> None:
     if kind == "sharded":
         fs.shard_model(model, mesh=mesh_here())
     elif kind == "ddp":
-        model = DistributedDataParallel(model.to(device_here()))
+        model = nn.parallel.DistributedDataParallel(model.to(device_here()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
     for key, value in WRONG:

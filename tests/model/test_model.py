@@ -20,10 +20,9 @@ from fsdp_sft._model.blocks import UnsupportedModelError
 from fsdp_sft._model.forward import probed
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.view import named_tensors
-from tests.harness.device import device_here, mesh_here
 from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},

@@ -1,6 +1,5 @@
 """Ranks that have experts of their own: models that transformers shards, beside one process."""
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -51,10 +50,9 @@ def save_mixture(folder: Path, name: str = "MixtralForCausalLM", **overrides: An
         model = tiny_architecture(name)
         if overrides:
             torch.manual_seed(0)
-            config = copy.deepcopy(model.config)
             for field, value in overrides.items():
-                setattr(config, field, value)
-            model = type(model)(config)
+                setattr(model.config, field, value)
+            model = type(model)(model.config)
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, std=0.2)
         model.save_pretrained(folder)

@@ -1,7 +1,6 @@
 """The update against the plain loop: optimizers, scalers, norms over meshes; and steps that fail."""
 
 import copy
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -93,7 +92,9 @@ def test_an_inf_in_one_of_them_skips_all() -> None:
     optimizers = _two(model)
     schedulers = _schedulers(optimizers)
     scaler = torch.amp.GradScaler(device_type(), init_scale=8.0)
-    handle = model.model.layers[0].self_attn.q_proj.weight.register_hook(lambda gradient: gradient * math.inf)
+    handle = model.model.layers[0].self_attn.q_proj.weight.register_hook(
+        lambda gradient: gradient * torch.inf
+    )
     result = fs.train_step(model, window, optimizers, scheduler=schedulers, scaler=scaler)
     assert (result.skipped, result.skip_reason, scaler.get_scale()) == (True, "inf gradients", 4.0)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "AdamW had no inf"
