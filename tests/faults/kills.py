@@ -249,10 +249,8 @@ def _save_forever(folder: Path, rank: int, trial: Trial) -> None:
 
 
 def _die(trial: Trial, folder: Path) -> None:
-    if trial.everyone:
-        for rank in range(WORLD_SIZE):
-            if rank != dist.get_rank():
-                os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
+    for rank in [r for r in range(WORLD_SIZE) if trial.everyone and r != dist.get_rank()]:
+        os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
