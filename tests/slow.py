@@ -3,7 +3,7 @@
 A slow test without such a one is marked in its module. On simulated devices, all of these run.
 """
 
-_STEPS = "tests/attention/context_parallel/test_training.py::test_steps_are_those_of_one_process"
+_STEPS = "tests/attention/context_parallel/test_exact.py::test_steps_are_those_of_one_process"
 _EXPERTS = "tests/experts/test_experts.py::test_every_choice_is_counted_once"
 _LAYOUTS = "tests/weights/test_load.py::test_layouts_of_older_checkpoints"
 _LOAD = "tests/weights/test_load.py::"
@@ -90,7 +90,7 @@ BESIDE: dict[str, str] = {
         "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[None]"
     ),
     f"{_EXPERTS}[1-shape4-padded-sac compile]": f"{_EXPERTS}[1-shape0-padded-sac watched first]",
-    "tests/attention/context_parallel/test_training.py::test_ranks_begin_their_collectives_in_one_order": (
+    "tests/attention/context_parallel/test_exact.py::test_ranks_begin_their_collectives_in_one_order": (
         f"{_STEPS}[4-shape2-options2]"
     ),
     # More draws of the planner's configurations.

@@ -1,7 +1,5 @@
 """Hybrid models: recurrences and short convolutions keep rows of a pack apart, or are refused."""
 
-import copy
-import importlib
 import inspect
 import sys
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft.attention import hybrid
 from tests.harness.architectures import tiny_architecture
+from tests.harness.losses import gradients_of
 from tests.harness.models import AllFloat64, full, largest_error
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import mesh_here, run_distributed
@@ -38,10 +37,10 @@ def tiny_hybrid(family: str) -> Any:
     """A tiny model of a family without a cache, with random weights that are the same in each call."""
     if family == "Lfm2":  # two layers of attention by the usual rules
         torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
         config = transformers.Lfm2Config(
-            **sizes, vocab_size=101, num_key_value_heads=2, num_hidden_layers=3, layer_types=LAYERS
-        )
+            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=3, layer_types=LAYERS,
+            num_attention_heads=4, num_key_value_heads=2,
+        )  # fmt: skip
         model = transformers.Lfm2ForCausalLM(config)
     else:
         model = tiny_architecture(f"{family}ForCausalLM")
@@ -91,34 +90,30 @@ def packed(rows: Any) -> dict[str, torch.Tensor]:
     return fs.PackedCollator(max_length=512)(rows)
 
 
-def gradients_of(model: Any, batch: Any) -> dict[str, torch.Tensor]:
-    fs.causal_lm_loss(model, batch, num_targets=1).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("family", KINDS)
 def test_gradients_are_those_of_the_rows_alone(family: str) -> None:
     rows = drawn_rows(7, longest=90)  # beyond a chunk of the recurrences
     with AllFloat64():
-        plain = tiny_hybrid(family).double()
-        model = copy.deepcopy(plain)
+        plain, model = (tiny_hybrid(family).double() for _ in range(2))
         _, expected = gradients_of_separate_rows(plain, rows)
         hybrid.separate_rows(model)
-        assert largest_error(gradients_of(model, packed(rows)), expected) < 1e-11
+        fs.causal_lm_loss(model, packed(rows), num_targets=1).backward()
+        assert largest_error(gradients_of(model), expected) < 1e-11
 
 
 def train_packed(family: str, ratio: int, dtype: torch.dtype | None) -> dict[str, Any]:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = tiny_hybrid(family)
     fs.apply_sac(model, ratio)
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
     rank = torch.distributed.get_rank()
     window = [packed(drawn_rows(5, seed=seed)) for seed in (rank, 2 + rank)]
-    result = fs.train_step(model, window, optimizer, max_grad_norm=None)
-    steps = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}
-    return {"loss": result.loss, "targets": result.num_targets, "steps": steps}
+    result = fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=None)
+    return {
+        "loss": result.loss,
+        "targets": result.num_targets,
+        "steps": {name: before[name] - full(p.detach()) for name, p in model.named_parameters()},
+    }
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -141,8 +136,7 @@ def test_sharded_and_checkpointed_models_train_as_rows_alone_do(
 
 def logits_of(model: Any, lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a pack, and of its rows alone."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 90, (1, sum(lengths)), generator=generator)
+    ids = torch.randint(3, 90, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
         together = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
@@ -227,8 +221,8 @@ class Kernel:
 
 def test_kernels_get_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+    from transformers.models.qwen3_next import modeling_qwen3_next as file
 
-    file = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     convolution = Kernel(inspect.unwrap(file.causal_conv1d_fn), 2)
     rule = Kernel(inspect.unwrap(file.torch_chunk_gated_delta_rule), 1)
 
@@ -236,8 +230,7 @@ def test_kernels_get_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
         x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None
     ) -> Any:
         lengths = [x.shape[2]] if seq_idx is None else seq_idx[0].bincount().tolist()
-        outs = convolution.by_rows(lengths, x, weight=weight, bias=bias, activation=activation)
-        return torch.cat(outs, 2)
+        return torch.cat(convolution.by_rows(lengths, x, weight=weight, bias=bias, activation=activation), 2)
 
     def chunk_gated_delta_rule(
         q: Any, k: Any, v: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: Any, cu_seqlens: Any = None
@@ -247,12 +240,8 @@ def test_kernels_get_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat([out for out, _ in outs], 1), None
 
     ops = SimpleNamespace(gated_delta_rule=SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule))
-    packages = {
-        "causal_conv1d": SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn),
-        "fla": SimpleNamespace(ops=ops),
-    }
-    for package, stub in packages.items():
-        monkeypatch.setitem(sys.modules, package, stub)
+    monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=ops))
     made = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")(convolution.in_torch)
     monkeypatch.setattr(file, "causal_conv1d_fn", made)
     made = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")(rule.in_torch)

@@ -68,8 +68,7 @@ def _attempt(root: Path, work: Path) -> tuple[str, int]:
     except BaseException as error:
         verdict = f"{type(error).__name__}: {str(error)[:100]}"
     grown = peak() - base
-    after = [tensor for _, tensor in tensors(model, optimizer)]
-    if not all(torch.equal(a, b) for a, b in zip(after, before, strict=True)):
+    if not all(torch.equal(t, b) for (_, t), b in zip(tensors(model, optimizer), before, strict=True)):
         verdict += ", model touched"
     if _listing(root, work) != around:
         verdict += ", something was made or changed"

@@ -68,16 +68,16 @@ def random_trials(count: int) -> Iterator[Trial]:
     draw = random.Random(3)
     kinds = itertools.cycle(itertools.product((False, True), (False, True), (1, 2)))
     for everyone, async_, keep_last in itertools.islice(kinds, count):
-        seconds = draw.uniform(0, SPAN_SECONDS)
-        yield Trial(everyone, async_, keep_last, draw.randrange(WORLD_SIZE), seconds)
+        yield Trial(everyone, async_, keep_last, draw.randrange(WORLD_SIZE), draw.uniform(0, SPAN_SECONDS))
 
 
 def make(mesh: Any = None, width: int = 256) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and an AdamW that has stepped."""
     model = Net(width)
     if mesh is not None:
-        blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
-        fs.shard_model(model, mesh=mesh, blocks=blocks)
+        fs.shard_model(
+            model, mesh=mesh, blocks={f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -218,18 +218,16 @@ def _wait(done: Callable[[], bool], seconds: float) -> None:
 def _join(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60)
-    )
+    options = {"init_method": f"file://{folder / 'store'}", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, **options)
 
 
 def _save_forever(folder: Path, rank: int, trial: Trial) -> None:
     _join(folder, rank)
     model, optimizer = make(mesh_here())
     root = folder / "root"
-    warm = folder / "warm"  # groups are made and memory is warm before the clock starts
-    fs.save_checkpoint(warm, 0, model=model, optimizer=optimizer, async_=trial.async_).wait()
+    # Groups are made and memory is warm before the clock starts.
+    fs.save_checkpoint(folder / "warm", 0, model=model, optimizer=optimizer, async_=trial.async_).wait()
     dist.barrier()
     log = (folder / f"log-{rank}").open("w", buffering=1)
     try:
@@ -238,8 +236,9 @@ def _save_forever(folder: Path, rank: int, trial: Trial) -> None:
                 POINTS[trial.point][1](trial, folder)
             fill(model, optimizer, step)
             log.write(f"begin {step}\n")
-            options = {"async_": trial.async_, "keep_last": trial.keep_last}
-            saved = fs.save_checkpoint(root, step, model=model, optimizer=optimizer, **options)
+            saved = fs.save_checkpoint(
+                root, step, model=model, optimizer=optimizer, async_=trial.async_, keep_last=trial.keep_last
+            )
             if trial.async_:
                 fill(model, optimizer, -step)  # training goes on; the copy must not see it
             saved.wait()
@@ -250,17 +249,19 @@ def _save_forever(folder: Path, rank: int, trial: Trial) -> None:
 
 
 def _die(trial: Trial, folder: Path) -> None:
-    if trial.everyone:
-        for rank in range(WORLD_SIZE):
-            if rank != dist.get_rank():
-                os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
+    for rank in [r for r in range(WORLD_SIZE) if trial.everyone and r != dist.get_rank()]:
+        os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _strike(
-    module: str, name: str, when: Callable[..., bool], part: Callable[..., Any] | None, after: bool = False
+    module: str,
+    name: str,
+    when: Callable[..., bool] | None,
+    part: Callable[..., Any] | None,
+    after: bool = False,
 ) -> Callable[[Trial, Path], None]:
-    """Make ``module.name`` kill: before it does anything, after ``part`` of it, or after it."""
+    """Make ``module.name`` kill, always or ``when``: before it begins, after ``part`` of it, or after it."""
 
     def arm(trial: Trial, folder: Path) -> None:
         import importlib
@@ -269,7 +270,7 @@ def _strike(
         original = getattr(owner, name)
 
         def struck(*args: Any, **kwargs: Any) -> Any:
-            if dist.get_rank() != trial.victim or not when(*args):
+            if dist.get_rank() != trial.victim or (when is not None and not when(*args)):
                 return original(*args, **kwargs)
             if part is not None:
                 part(original, *args)
@@ -302,15 +303,11 @@ def _pruned(path: Any, *_: Any) -> bool:
     return Path(path).name.startswith(".tmp-pruned")
 
 
-def _anything(*_: Any) -> bool:
-    return True
-
-
 _FOLDER, _FILES = "fsdp_sft.dcp_io.folder", "fsdp_sft._tensors.disk"
 POINTS: dict[str, tuple[int, Callable[[Trial, Path], None]]] = {
-    "before data": (1, _strike(_FOLDER, "write_tensors", _anything, None)),
+    "before data": (1, _strike(_FOLDER, "write_tensors", None, None)),
     "mid-data": (1, _strike(_FILES, "write_at", lambda fd, at, view: len(view) > 10_000, _half_write)),
-    "after data": (1, _strike(_FOLDER, "write_tensors", _anything, None, after=True)),
+    "after data": (1, _strike(_FOLDER, "write_tensors", None, None, after=True)),
     "mid-manifest": (
         0,
         _strike(_FOLDER, "write_bytes", lambda path, _: path.name == "MANIFEST.json", _half_file),

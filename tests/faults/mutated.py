@@ -54,17 +54,13 @@ def _save_safetensors(folder: Path) -> None:
     save_file(_tensors(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _values(path: Path, entries: Any) -> dict[str, Any]:
-    data = path.read_bytes()
+def _read_safetensors(folder: Path) -> Any:
+    path = folder / "model.safetensors"
+    entries, data = file_header(path, fs.CheckpointFormatError).entries, path.read_bytes()
     return {
         name: (entry.shape, str(entry.dtype), data[entry.start : entry.end])
         for name, entry in entries.items()
     }
-
-
-def _read_safetensors(folder: Path) -> Any:
-    path = folder / "model.safetensors"
-    return _values(path, file_header(path, fs.CheckpointFormatError).entries)
 
 
 def _header_of(path: Path) -> bytes:

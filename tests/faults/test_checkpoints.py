@@ -3,7 +3,6 @@
 ``FAULTS=20`` in the environment makes twenty times as many trials: `make test-faults`.
 """
 
-import itertools
 import os
 import random
 import signal
@@ -19,18 +18,17 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from tests.faults import hostile, kills, mutated
-from tests.harness.ranks import mesh_here, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything
 
 TIMES = int(os.environ.get("FAULTS", "1"))
 STOPPED_SECONDS = 4
-WAYS = list(itertools.product((False, True), (False, True)))
+WAYS = [(everyone, async_) for everyone in (False, True) for async_ in (False, True)]
 
 
 @pytest.mark.parametrize("point", list(kills.POINTS))
 def test_a_kill_at_a_named_moment(point: str, tmp_path: Path) -> None:
-    index = list(kills.POINTS).index(point)
-    for everyone, async_ in WAYS if TIMES > 1 else [WAYS[index % len(WAYS)]]:
+    for everyone, async_ in WAYS if TIMES > 1 else [WAYS[list(kills.POINTS).index(point) % len(WAYS)]]:
         trial = kills.Trial(everyone, async_, keep_last=2, victim=kills.POINTS[point][0], point=point)
         verdict, loaded, inside = kills.run_trial(trial, tmp_path)
         assert verdict in kills.FINE, trial
@@ -56,15 +54,16 @@ def _flip(path: Path, position: int, bit: int) -> None:
     dist.barrier()
 
 
-def _flips(root: str, number: int) -> None:
+@on_ranks(2, timeout=120 * TIMES)
+def test_flipped_bits_never_load(tmp_path: Path) -> None:
     model, optimizer = kills.make(mesh_here(), width=16)  # small, so that JSON is a good part of all bytes
     state: dict[str, Any] = {"train_state": {"lr": [0.1] * 99}, "rank_state": {"rows": torch.arange(9)}}
-    step = fs.save_checkpoint(root, 1, model=model, optimizer=optimizer, **state).path
+    step = fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, **state).path
     kills.fill(model, optimizer, 77)
     before, generator = everything(model, optimizer), torch.get_rng_state()
     sizes = {path: path.stat().st_size for path in sorted(step.rglob("*")) if path.is_file()}
     draw = random.Random(1)
-    for _ in range(number):
+    for _ in range(60 * TIMES):
         (path,) = draw.choices([*sizes], [*sizes.values()])
         place = (path, draw.randrange(sizes[path]), 1 << draw.randrange(8))
         _flip(*place)
@@ -73,10 +72,6 @@ def _flips(root: str, number: int) -> None:
         _flip(*place)
         assert_same(everything(model, optimizer), before)
         assert torch.equal(torch.get_rng_state(), generator)
-
-
-def test_flipped_bits_never_load(tmp_path: Path) -> None:
-    run_distributed(_flips, 2, str(tmp_path), 60 * TIMES, timeout=120 * TIMES)
 
 
 def _stopped(root: str, async_: bool) -> None:

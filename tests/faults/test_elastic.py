@@ -45,9 +45,12 @@ def test_training_goes_on_by_itself_with_the_same_losses(tmp_path: Path) -> None
     example = [f"--max-restarts={KILLS}", str(launches.PACED), *options, "--resume", "auto"]
     chance = random.Random(0)
     with (tmp_path / "log").open("w") as text:
-        command = launches.torchrun(2, "--standalone", *example)
-        environment = launches.environment(PACE_SECONDS="0.1")
-        agent = subprocess.Popen(command, env=environment, stdout=text, stderr=text)
+        agent = subprocess.Popen(
+            launches.torchrun(2, "--standalone", *example),
+            env=launches.environment(PACE_SECONDS="0.1"),
+            stdout=text,
+            stderr=text,
+        )
     try:
         for _ in range(KILLS):
             _train_on(output, agent)

@@ -80,8 +80,7 @@ def test_what_bfloat16_logits_predict_counts_as_right() -> None:
 
 def test_certain_and_hopeless_targets_have_finite_losses() -> None:
     hidden = torch.tensor([[200.0], [-200.0], [1e4]], requires_grad=True)
-    weight = torch.tensor([[1.0], [-1.0], [0.0]])
-    labels = torch.tensor([0, 0, 1])
+    weight, labels = torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([0, 0, 1])
     loss = fs.linear_cross_entropy_sum(hidden, weight, labels)
     assert float(loss.detach()) == pytest.approx(0 + 400 + 2e4)
     loss.backward()
@@ -165,8 +164,9 @@ def test_a_scaler_prevents_underflow_in_float16() -> None:
 def test_shapes_strides_and_autocast() -> None:
     hidden, weight, labels, _ = draw_head(torch.float32, rows=130)
     expected = fs.linear_cross_entropy_sum(hidden, weight, labels)
-    shaped = fs.linear_cross_entropy_sum(hidden.view(2, 65, -1), weight, labels.view(2, 65))
-    assert torch.equal(shaped, expected)
+    assert torch.equal(
+        fs.linear_cross_entropy_sum(hidden.view(2, 65, -1), weight, labels.view(2, 65)), expected
+    )
     strided = fs.linear_cross_entropy_sum(hidden.T.contiguous().T, weight.T.contiguous().T, labels)
     assert relative_error(strided, expected) <= 1e-6
     mine = leaves_of(hidden, weight)

@@ -1,4 +1,4 @@
-"""The loss of a model without logits, and those of its tokens, against logits and cross entropy."""
+"""The loss without logits, tokens' losses, and further terms: against logits, cross entropy and float64."""
 
 import copy
 import itertools
@@ -30,8 +30,10 @@ from tests.harness.losses import (
     with_loss,
 )
 from tests.harness.models import (
+    FLOAT32,
     VOCAB,
     AllFloat64,
+    full,
     largest_error,
     oracle_gradients,
     ragged_batches,
@@ -43,28 +45,19 @@ from tests.plain import plain_token_losses
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 
-def _check_families(dtype: torch.dtype) -> dict[str, float]:
-    ranks = dist.get_world_size()
-    errors = {}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(timeout=240)
+def test_gradients_equal_logits_and_cross_entropy(ranks: int, dtype: torch.dtype) -> None:
     for family, own_group in itertools.product(HEADS, (False, True)):
         batches = ragged_batches(ranks)  # with several ranks, the last one has no target
         model = tiny_model(family, dtype=dtype)
         loss, expected = oracle_gradients(model, batches)
         shard_by_heads(model, own_group=own_group)
         assert fs.prepare_loss(model) == "chunked"
-        case = f"{family}{', own group' if own_group else ''}"
-        errors[case] = largest_error(window_gradients(model, own_batches(batches)), expected)
-        assert errors[case] <= TOLERANCE[dtype], (case, errors[case])
+        found = window_gradients(model, own_batches(batches))
+        assert largest_error(found, expected) <= TOLERANCE[dtype], (family, own_group)
         assert fs.evaluate(model.eval(), own_batches(batches)).loss == pytest.approx(loss, rel=1e-6)
-    return errors
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_gradients_equal_logits_and_cross_entropy(ranks: int, dtype: torch.dtype) -> None:
-    errors = run_distributed(_check_families, ranks, dtype, timeout=240)[0]
-    assert len(errors) == 2 * len(HEADS)
-    print(f"{ranks} ranks, {dtype}: largest error {max(errors.values()):.1e} of {len(errors)} cases")
 
 
 @pytest.mark.parametrize("frozen", ["the head", "all but the head"])
@@ -79,8 +72,7 @@ def test_gradients_of_a_frozen_part(frozen: str) -> None:
         shard_by_heads(model, own_group=own_group)
         # Nothing was prepared: the first loss of the window does it.
         actual = window_gradients(model, own_batches(batches), accumulate=accumulate, impl="chunked")
-        error = largest_error(actual, expected)
-        assert error <= 1e-10, (own_group, accumulate, error)
+        assert largest_error(actual, expected) <= 1e-10, (own_group, accumulate)
 
 
 @on_ranks(2, timeout=240)
@@ -95,15 +87,13 @@ def test_mixed_precision_agrees_with_its_own_logits() -> None:
         loss.backward()
         reference, _ = fs.loss_sum(with_loss(model, impl="logits"), batches[0])
         assert relative_error(loss.detach(), reference.detach()) <= 1e-2
-        fused = window_gradients(model, batches, impl="chunked")
-        error = largest_error(fused, window_gradients(model, batches, impl="logits"))
-        assert error <= (5e-2 if dtype == torch.bfloat16 else 2e-2), error
+        gradients = [window_gradients(model, batches, impl=impl) for impl in ("chunked", "logits")]
+        assert largest_error(*gradients) <= (5e-2 if dtype == torch.bfloat16 else 2e-2)
 
 
 def test_a_first_token_is_no_target() -> None:
     """Nothing stands in front of it, whatever its label says; the counts agree on that with the loss."""
-    model = tiny_model("llama")
-    ids = torch.arange(3, 11).view(1, 8)
+    model, ids = tiny_model("llama"), torch.arange(3, 11).view(1, 8)
     all_of_them = {"input_ids": ids, "labels": ids.clone()}
     without_first = {"input_ids": ids, "labels": torch.where(torch.arange(8) > 0, ids, -100)}
     for impl in ("logits", "chunked"):
@@ -119,8 +109,7 @@ def test_tokens_are_what_a_mask_of_any_numbers_does_not_mark_as_padding() -> Non
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     assert num_tokens(batch) == 18 == int(counted_tokens(batch).sum())
     optimizer = torch.optim.SGD((model := tiny_model("llama")).parameters(), lr=0.0)
-    result = fs.train_step(model, [{**batch, "attention_mask": (mask != 0).long()}], optimizer)
-    assert result.num_tokens == 18
+    assert fs.train_step(model, [{**batch, "attention_mask": (mask != 0).long()}], optimizer).num_tokens == 18
 
 
 # --- token_losses beside plain logits: values, gradients of weights of either sign, all heads --------------
@@ -231,9 +220,8 @@ def test_weights_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: 
     monkeypatch.setattr("fsdp_sft.loss.blocks.products_for", _Gained)
     hidden, weight, labels, bias = draw_head(torch.float64)
     own = leaves_of(hidden, weight, bias) if trained else [*leaves_of(hidden), weight, bias]
-    logits = own[0] @ own[1].T + own[2]
     weights = size * torch.randn(len(labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = F.cross_entropy(logits, labels, reduction="none") * weights
+    expected = F.cross_entropy(own[0] @ own[1].T + own[2], labels, reduction="none") * weights
     found, _ = head_losses(own[0], own[1], labels, bias=own[2], summed=False)
     leaves = [leaf for leaf in own if leaf.requires_grad]
     gradients = [torch.autograd.grad(one.sum(), leaves) for one in (found * weights, expected)]
@@ -283,3 +271,215 @@ def test_a_compiled_loss_and_compiled_blocks() -> None:
     assert torch.allclose(compiled(model, batch), expected[0], rtol=0, atol=1e-12)
     fs.compile_blocks(model, backend="aot_eager")
     assert _apart(_found(fs.token_losses, model, batch), expected) <= 1e-12
+
+
+# --- weighted targets, smoothed labels and the z-loss: against float64, in every way to compute the loss ---
+
+
+TERMS = [
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.3, "z_loss": 1e-3},
+]
+
+
+def oracle(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor | None,
+    label_smoothing: float,
+    z_loss: float,
+) -> torch.Tensor:
+    """The definition, target by target."""
+    total = torch.zeros((), dtype=torch.float64)
+    for place, label in enumerate(labels.tolist()):
+        if label == -100:
+            continue
+        row = logits[place]
+        denominator = torch.log(torch.exp(row).sum())
+        loss = (1 - label_smoothing) * (denominator - row[label])
+        loss = loss + label_smoothing * (denominator - row).mean() + z_loss * denominator**2
+        total = total + (1 if weights is None else weights[place]) * loss
+    return total
+
+
+def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden, weight, labels, bias = draw_head(torch.float64, rows=37, width=16)
+    weights = torch.rand(len(labels), generator=torch.Generator().manual_seed(0)) * 3
+    labels[5], weights[1], weights[5] = -100, 0.0, float("nan")  # that of no label is not read
+    return *leaves_of(hidden, weight, bias, dtype=dtype), labels, weights
+
+
+@pytest.mark.parametrize("terms", [{}, *TERMS], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"scale": 0.5}, {"chunk_size": 5}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-2)],
+)
+def test_the_chunked_loss_is_that_of_float64(
+    terms: dict[str, float], weighted: bool, options: dict[str, Any], dtype: torch.dtype, most: float
+) -> None:
+    hidden, weight, bias, labels, weights = drawn(dtype)
+    # In 16 bits large weights do no harm.
+    given = weights * (1000 if dtype.itemsize == 2 else 1) if weighted else None
+    loss = fs.linear_cross_entropy_sum(hidden, weight, labels, bias=bias, weights=given, **terms, **options)
+    loss.backward()
+    exact = [part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
+    logits = (exact[0] @ exact[1].T + exact[2]) * options.get("scale", 1.0)
+    if "softcap" in options:
+        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+    expected = oracle(logits, labels, given, terms.get("label_smoothing", 0.0), terms.get("z_loss", 0.0))
+    expected.backward()
+    assert float(abs(loss - expected).detach() / abs(expected).detach()) <= most
+    for own, right in zip((hidden, weight, bias), exact, strict=True):
+        assert float((own.grad.double() - right.grad).norm() / right.grad.norm()) <= most
+
+
+def test_weights_of_other_labels_are_refused() -> None:
+    hidden, weight, _, labels, weights = drawn(torch.float32)
+    with pytest.raises(ValueError, match="of the shape of labels"):
+        fs.linear_cross_entropy_sum(hidden, weight, labels, weights=weights[:3])
+
+
+@pytest.mark.parametrize(
+    ("terms", "error", "message"),
+    [
+        ({"label_smoothing": 1.0}, ValueError, r"label_smoothing must be in \[0, 1\)"),
+        ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be in"),
+        ({"z_loss": -1e-4}, ValueError, "z_loss must be in"),
+        ({"z_loss": float("nan")}, ValueError, "z_loss must be in"),
+        ({"z_loss": "1e-4"}, TypeError, "not supported"),
+    ],
+)
+def test_terms_that_cannot_be(terms: dict[str, Any], error: type[Exception], message: str) -> None:
+    hidden, weight, _, labels, _ = drawn(torch.float32)
+    with pytest.raises(error, match=message):
+        fs.linear_cross_entropy_sum(hidden, weight, labels, **terms)
+    with pytest.raises(error, match=message):
+        fs.loss_sum(tiny_model("llama"), ragged_batches(1)[0], **terms)
+
+
+def weighted_batches(number: int) -> list[dict[str, torch.Tensor]]:
+    """Ragged batches, of which every third has no weights."""
+    batches = ragged_batches(number)
+    for index, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(index)
+        if index % 3 < 2:
+            batch["loss_weights"] = 2 * torch.rand(batch["labels"].shape, generator=generator)
+            batch["loss_weights"][0] = 0.0
+    return batches
+
+
+def expected_step(
+    batches: list[dict[str, torch.Tensor]], label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """(loss, sum of the weights, gradients) of plain torch in float64."""
+    model = tiny_model("llama", dtype=torch.float64)
+    total, weight = torch.zeros((), dtype=torch.float64), sum(map(_weight, batches))
+    for batch in batches:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+        labels = batch["labels"][:, 1:].flatten()
+        own = batch.get("loss_weights", torch.ones(batch["labels"].shape))[:, 1:].flatten().double()
+        total = total + oracle(logits, labels, own, label_smoothing, z_loss)
+    (total / weight).backward()
+    return float(total.detach()) / weight, weight, gradients_of(model)
+
+
+def _weight(batch: dict[str, torch.Tensor]) -> float:
+    weights = batch.get("loss_weights", torch.ones(batch["labels"].shape))[:, 1:].double()
+    return float(weights[batch["labels"][:, 1:] != -100].sum())
+
+
+def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
+    """What ``train_step``, ``evaluate`` and a loop of one's own make of weighted batches on each rank."""
+    context = fs.init_distributed()
+    batches = weighted_batches(6)[context.rank :: context.world_size]
+    kept: dict[str, torch.Tensor] = {}
+    plain = tiny_model("llama", dtype=torch.float64).to(context.device)
+    model = fs.shard_model(plain, mesh=fs.build_mesh(), master_dtype=torch.float64, mp_policy=FLOAT32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def keep(*_: Any) -> None:
+        kept.update({name: full(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(keep)
+    fs.prepare_loss(model, impl=loss_impl)  # type: ignore[arg-type]
+    own: Any = {"loss_fn": lambda m, b: fs.loss_sum(m, b, **terms)[0], "count_fn": _weight} if terms else {}
+    result = fs.train_step(model, batches, optimizer, max_grad_norm=None, **own)
+    evaluated = fs.evaluate(model, batches, **own)
+    targets = fs.count_targets(batches)
+    for index, batch in enumerate(batches):
+        moved = {name: value.to(context.device) for name, value in batch.items()}
+        with fs.gradient_sync(model, "all" if index == len(batches) - 1 else "none"):
+            summed, _ = fs.loss_sum(with_loss(model, impl=loss_impl), moved, **terms)  # type: ignore[arg-type]
+            fs.scale_for_backward(summed, num_targets=targets.weight).backward()
+    return {
+        "loss": result.loss,
+        "weight": result.target_weight,
+        "targets": (result.num_targets, int(targets)) if not terms else (0, 0),
+        "evaluated": evaluated.loss,
+        "summed": targets.weight,
+        "gradients": kept,
+        "own": gradients_of(model),
+    }
+
+
+@pytest.mark.parametrize("loss_impl", ["chunked", "logits"])
+@pytest.mark.parametrize("terms", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, float], ranks: int) -> None:
+    loss, weight, gradients = expected_step(weighted_batches(6), **terms)
+    found = run_distributed(_step, ranks, loss_impl, terms)[0]
+    assert (found["loss"], found["evaluated"], found["weight"]) == pytest.approx(
+        (loss, loss, weight), rel=1e-12
+    )
+    assert found["summed"] == pytest.approx(found["weight"], rel=1e-15)
+    assert len(set(found["targets"])) == 1
+    for name, right in gradients.items():
+        for kind in ("gradients", "own"):
+            assert float((found[kind][name] - right).norm()) <= 1e-10 * float(right.norm()), (kind, name)
+
+
+def test_a_window_that_weighs_nothing_is_skipped() -> None:
+    model = tiny_model("llama")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    batches = [{**b, "loss_weights": torch.zeros(b["labels"].shape)} for b in ragged_batches(2)]
+    result = fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert (result.skip_reason, result.num_targets) == ("no weight", fs.count_targets(batches))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    with pytest.raises(ValueError, match="targets are 0"):
+        fs.evaluate(model, batches)
+
+
+@pytest.mark.parametrize("wrong", ["negative", "nan", "shape", "dtype"])
+def test_weights_of_a_batch_that_cannot_be(wrong: str) -> None:
+    model = tiny_model("llama")
+    (batch,) = ragged_batches(1)
+    weights = torch.ones(batch["labels"].shape)
+    weights[batch["labels"] != -100] = {"negative": -0.5, "nan": float("nan")}.get(wrong, 1.0)
+    batch["loss_weights"] = {"shape": weights[:, 1:], "dtype": weights.long()}.get(wrong, weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for call in (lambda: fs.train_step(model, [batch], optimizer), lambda: fs.evaluate(model, [batch])):
+        with pytest.raises(ValueError, match="loss_weights must be"):
+            call()
+
+
+def test_a_loss_of_ones_own_with_weights_needs_their_sum() -> None:
+    with pytest.raises(ValueError, match="take num_targets from count_targets"):
+        fs.causal_lm_loss(tiny_model("llama"), weighted_batches(1)[0], num_targets=7)
+
+
+def test_shifted_labels_bring_shifted_weights() -> None:
+    model, batch = tiny_model("llama"), weighted_batches(1)[0]
+    shifted = {
+        **{name: value for name, value in batch.items() if name != "labels"},
+        "shift_labels": torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100),
+        "loss_weights": torch.nn.functional.pad(batch["loss_weights"][:, 1:], (0, 1), value=7.0),
+    }
+    for impl in ("chunked", "logits"):
+        assert fs.loss_sum(with_loss(model, impl=impl), shifted)[0].item() == pytest.approx(  # type: ignore[arg-type]
+            fs.loss_sum(with_loss(model, impl=impl), batch)[0].item(),  # type: ignore[arg-type]
+            rel=1e-6,
+        )

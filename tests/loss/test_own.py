@@ -14,10 +14,11 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft.loss import num_tokens
-from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
+from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_loss, rows_of, sharing_rows
 from tests.harness.losses import gradients_of, with_loss
 from tests.harness.models import (
     FLOAT32,
+    TINY,
     VOCAB,
     AllFloat64,
     full,
@@ -34,8 +35,7 @@ COEFFICIENT = 0.5
 def _qwen3_moe(**overrides: Any) -> Any:
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-    common = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = tf.Qwen3MoeConfig(**{**common, **experts, "num_key_value_heads": 2, **overrides})
+    config = tf.Qwen3MoeConfig(**{**TINY, **experts, "num_hidden_layers": 2, **overrides})
     return tf.Qwen3MoeForCausalLM(config).train()
 
 
@@ -46,8 +46,7 @@ MIXTURES: dict[str, Any] = {
 
 
 def _mixture(kind: str = "mixtral", **overrides: Any) -> Any:
-    settings = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, **overrides}
-    return MIXTURES[kind](**settings)
+    return MIXTURES[kind](**{"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, **overrides})
 
 
 @pytest.mark.parametrize("impl", ["auto", "logits"])
@@ -82,9 +81,8 @@ def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None
             fs.loss_sum(model, batch)
         fs.loss_sum(with_loss(_mixture(output_router_logits=False), router_loss="off"), batch)
         fs.loss_sum(tiny_model("llama"), batch)
-    said = [r.getMessage() for r in caplog.records if "router" in r.getMessage()]
-    assert len(said) == 1
-    assert "router_aux_loss_coef=0.02" in said[0]
+    (said,) = (r.getMessage() for r in caplog.records if "router" in r.getMessage())
+    assert "router_aux_loss_coef=0.02" in said
     with pytest.raises(ValueError, match="router_loss must be None"):
         fs.loss_sum(with_loss(model, router_loss="window"), batch)
     with pytest.raises(fs.ModelLossError, match="has no router's loss"):
@@ -132,8 +130,10 @@ def _blip() -> Any:
 
 
 def _bart() -> Any:
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
-    config = tf.BartConfig(vocab_size=VOCAB, **sizes, max_position_embeddings=64, is_encoder_decoder=False)
+    config = tf.BartConfig(
+        vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=32,
+        max_position_embeddings=64, is_encoder_decoder=False,
+    )  # fmt: skip
     return tf.BartForCausalLM(config).train()
 
 
@@ -178,15 +178,13 @@ def test_a_loss_of_another_kind_is_refused_with_both_numbers(case: str) -> None:
     with pytest.raises(fs.ModelLossError, match=message):
         fs.prepare_loss(model, impl="logits")
     # The way that the message names is open.
-    count = int((batch["labels"] != -100).sum())
-    result = fs.train_step(
+    assert not fs.train_step(
         model,
         [batch],
         optimizer,
         loss_fn=lambda m, b: model(input_ids=b["input_ids"]).logits.float().square().sum(),
-        count_fn=lambda b: count,
-    )
-    assert result.skipped is False
+        count_fn=lambda b: int((b["labels"] != -100).sum()),
+    ).skipped
 
 
 class Silent(nn.Module):
@@ -227,8 +225,7 @@ class WithoutLogits(Changed):
 
 
 def test_a_loss_without_logits_is_compared_with_those_of_another_forward() -> None:
-    batch = ragged_batches(2)[0]
-    model = WithoutLogits(tiny_config("llama")).train()
+    batch, model = ragged_batches(2)[0], WithoutLogits(tiny_config("llama")).train()
     model.own = _entropy
     assert float(fs.loss_sum(model, batch)[0]) > 0
     model = copy.deepcopy(model)  # a copy is another model
@@ -257,10 +254,9 @@ def test_a_loss_that_cannot_be_compared_is_refused_or_left_out_by_name() -> None
 
 @pytest.mark.parametrize("impl", ["auto", "logits"])
 def test_a_loss_that_only_a_batch_calls_forth_is_refused(impl: Any) -> None:
-    model = _changed(_entropy)
-    batch = {**ragged_batches(2)[0], "extra": torch.ones(3)}
+    model, batch = with_loss(_changed(_entropy), impl=impl), ragged_batches(2)[0]
     with pytest.raises(fs.ModelLossError, match="returned a loss although it was given no labels"):
-        fs.loss_sum(with_loss(model, impl=impl), batch)
+        fs.loss_sum(model, {**batch, "extra": torch.ones(3)})
 
 
 # --- a router's loss of micro-batches: beside all rows by themselves in one plain process ------------------
@@ -300,20 +296,14 @@ def _balance_loss(model: Any, layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def _plain(model: Any, micro_batches: list[list[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(cross entropy, router's loss) of a window whose micro-batches have these rows, each by itself."""
-    entropy, router = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    router = torch.zeros((), dtype=torch.float64)
     all_rows = [row for rows in micro_batches for row in rows]
-    targets = sum(int((labels[1:] != -100).sum()) for _, labels in all_rows)
     tokens = sum(len(ids) for ids, _ in all_rows)
     for rows in micro_batches:
-        said = []
-        for ids, labels in rows:
-            output = model(input_ids=ids[None], output_router_logits=True)
-            losses = F.cross_entropy(output.logits[0, :-1], labels[1:], ignore_index=-100, reduction="sum")
-            entropy = entropy + losses / targets
-            said.append(output.router_logits)
+        said = [model(input_ids=ids[None], output_router_logits=True).router_logits for ids, _ in rows]
         loss = _balance_loss(model, tuple(torch.cat(layer) for layer in zip(*said, strict=True)))
         router = router + COEFFICIENT * loss * sum(len(ids) for ids, _ in rows) / tokens
-    return entropy, router
+    return plain_loss(model, all_rows), router
 
 
 @pytest.mark.parametrize(
@@ -333,12 +323,10 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
     with AllFloat64():
         entropy, router = _plain(plain, rows)
         (entropy + router).backward()
-        mesh = mesh_here(**shape)
-        fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, master_dtype=torch.float64)
+        fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=FLOAT32, master_dtype=torch.float64)
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         window = [_batch(rank, m, kind) for m in range(3)]
         fs.prepare_loss(model, impl=impl, router_loss="micro_batch")
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         everything = [_batch(r, m, kind) for r in range(ranks) for m in range(3)]
         found = fs.evaluate(model, everything if rank == 0 else [])
         targets = fs.count_targets(window)
@@ -346,11 +334,13 @@ def test_ranks_are_one_process(ranks: int, shape: Any, kind: str, impl: str) -> 
             here = {name: value.to(device_here()) for name, value in batch.items()}
             fs.causal_lm_loss(model, here, num_targets=targets).backward()
         own = gradients_of(model)
-        result = fs.train_step(model, window, optimizer, max_grad_norm=None)
+        result = fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=None)
     assert result.num_tokens == sum(len(ids) for own in rows for ids, _ in own)
-    for loss, added in ((result.loss, result.router_loss), (found.loss, found.router_loss)):
-        assert loss == pytest.approx(float(entropy), rel=1e-12)
-        assert added == pytest.approx(float(router), rel=1e-6)  # transformers counts choices in float32
+    for one in (result, found):
+        assert (one.loss, one.router_loss) == (
+            pytest.approx(float(entropy), rel=1e-12),
+            pytest.approx(float(router), rel=1e-6),  # transformers counts choices in float32
+        )
     moved = {name: before[name] - full(p) for name, p in model.named_parameters()}
     for gradients in (moved, own):
         assert largest_error(gradients, {name: p.grad for name, p in plain.named_parameters()}) <= 1e-6
@@ -399,5 +389,4 @@ def test_a_config_that_asks_later_is_heard() -> None:
     batch = batch_of(_rows(0, 0), PADDED)
     fs.evaluate(model, [batch])
     model.config.output_router_logits = True
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert fs.train_step(model, [batch], optimizer).router_loss > 0
+    assert fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1)).router_loss > 0

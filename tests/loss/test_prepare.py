@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import fsdp_sft as fs
@@ -20,6 +19,7 @@ from tests.harness.losses import (
     ADDED,
     Largest,
     adapted_model,
+    gradients_of,
     own_batches,
     relative_error,
     shard_by_heads,
@@ -29,7 +29,6 @@ from tests.harness.losses import (
 from tests.harness.models import (
     FLOAT32,
     VOCAB,
-    full,
     largest_error,
     oracle_gradients,
     oracle_loss,
@@ -46,8 +45,7 @@ def test_preparing_leaves_the_model_as_it_was() -> None:
     fs.loss_sum(with_loss(model, impl="logits"), own_batches(ragged_batches(2))[0])[0].backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
-    modes = [module.training for module in model.modules()]
-    state = torch.get_rng_state()
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
     assert fs.prepare_loss(model) == "chunked"
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
@@ -55,15 +53,14 @@ def test_preparing_leaves_the_model_as_it_was() -> None:
         b is buffers[name][0] and torch.equal(b, buffers[name][1]) for name, b in model.named_buffers()
     )
     assert all(torch.equal(p.grad.to_local(), gradients[n].to_local()) for n, p in model.named_parameters())
-    assert "forward" not in vars(model)
-    assert "forward" not in vars(model.lm_head)
+    assert not any("forward" in vars(module) for module in (model, model.lm_head))
     assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
 
 
 def _odd(kind: str) -> Any:
     model = tiny_model("llama")
+    forward = model.forward
     if kind == "square after the head":
-        forward = model.forward
 
         def squared(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
@@ -76,9 +73,10 @@ def _odd(kind: str) -> Any:
     elif kind == "adapter":
         # A head with a parameter of its own that does nothing yet: its output alone would not show it.
         model.lm_head.lora = nn.Parameter(torch.zeros(VOCAB, 32))
-        model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight + model.lm_head.lora)
+        model.lm_head.forward = lambda hidden: nn.functional.linear(
+            hidden, model.lm_head.weight + model.lm_head.lora
+        )
     elif kind == "head used twice":
-        forward = model.forward
         model.forward = lambda *args, **kwargs: (
             model.lm_head(torch.ones(1, 1, 32)),
             forward(*args, **kwargs),
@@ -111,9 +109,10 @@ def test_falls_back_with_a_reason(kind: str, caplog: pytest.LogCaptureFixture) -
     with pytest.raises(ValueError, match=f"cannot be computed by impl='chunked': .*{ODD[kind]}"):
         fs.prepare_loss(model, impl="chunked")
     assert fs.prepare_loss(model) == "logits"
-    expected = oracle_loss(model, [batch])
     total, count = fs.loss_sum(model, batch)
-    assert float(total.detach()) / count == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert float(total.detach()) / count == pytest.approx(
+        float(oracle_loss(model, [batch]).detach()), rel=1e-5
+    )
 
 
 def test_a_soft_cap_shows_even_where_logits_are_small() -> None:
@@ -224,9 +223,8 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
             continue
         gradients = []
         for impl in ("logits", "chunked"):
-            model.zero_grad()
             fs.loss_sum(with_loss(model, impl=impl), batch)[0].backward()
-            gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            gradients.append(gradients_of(model))
         errors[name] = largest_error(gradients[1], gradients[0])
         fused += 1
     print(f"\n{fused} of {len(class_names())} fused, largest gradient error {max(errors.values()):.1e}")
@@ -245,9 +243,7 @@ def _window(model: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tens
         loss = fs.causal_lm_loss(model, batch, num_targets=targets)
         loss.backward()
         total += float(loss.detach())
-    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return total, gradients
+    return total, gradients_of(model)
 
 
 @pytest.mark.parametrize("kind", [*ADAPTERS, *ADDED])
@@ -283,15 +279,13 @@ def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
 
 def _check_sharded() -> None:
     batches = ragged_batches(2)
-    mine = batches[dist.get_rank() :: dist.get_world_size()]
+    mine = own_batches(batches)
     for kind, impl in (("modules_to_save", "chunked"), ("lora", "logits")):
         model = adapted_model(kind)
         loss, expected = oracle_gradients(model, batches)
         fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
         assert fs.prepare_loss(model) == impl, kind
-        _, actual = _window(model, mine)
-        error = largest_error(actual, expected)
-        assert error <= 1e-6, (kind, error)
+        assert largest_error(_window(model, mine)[1], expected) <= 1e-6, kind
         assert fs.evaluate(model.eval(), mine).loss == pytest.approx(loss, rel=1e-6)
 
 

@@ -5,14 +5,14 @@ from tests.mistakes.mistake import Mistake
 ENCODED = ("tests/collate/test_encoded.py",)
 ORDERS = ("tests/sampling/test_orders.py",)
 COST = ("tests/sampling/packing/test_packs.py",)
-TERMS = ("tests/loss/test_terms.py",)
+TERMS = ("tests/loss/test_loss.py",)
 MISTAKES = [
     Mistake(
         "rows that a map has left out are not counted as consumed",
         "step/loader.py",
         "_num_consumed(loader, sampler, taken[:length]) if",
         "_num_consumed(loader, sampler, window) if",
-        ("tests/step/test_loader.py",),
+        ("tests/step/test_batches.py",),
     ),
     Mistake(
         "a BatchEncoding becomes a dict on its way to the device",

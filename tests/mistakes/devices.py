@@ -5,7 +5,7 @@ from tests.mistakes.mistake import Mistake
 LOAD = ("tests/weights/test_devices.py",)
 SYNCS = ("tests/step/test_host_syncs.py",)
 DEVICES = ("tests/process/test_devices.py",)
-OFFLOAD = ("tests/sac/test_offload.py",)
+OFFLOAD = ("tests/sac/test_apply.py",)
 
 MISTAKES: list[Mistake] = [
     Mistake(

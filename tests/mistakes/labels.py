@@ -94,7 +94,7 @@ MISTAKES = [
         "step/loader.py",
         "    ranks = world_size() // cp_size(mesh)",
         "    ranks = 1",
-        ("tests/step/test_loader.py",),
+        ("tests/step/test_batches.py",),
     ),
     Mistake(
         "two optimizers step the same parameters",

@@ -4,7 +4,7 @@ from tests.mistakes.mistake import Mistake
 
 PACKS = ("tests/sampling/packing/test_verify.py",)
 MESHES = ("tests/ranks/test_distributed.py",)
-WRAPPERS = ("tests/model/test_wrappers.py",)
+WRAPPERS = ("tests/model/test_model.py",)
 HEADS = ("tests/loss/test_prepare.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
@@ -12,28 +12,28 @@ MISTAKES: list[Mistake] = [
         "shard/units.py",
         "embedding.set_reshard_after_forward(torch.is_grad_enabled(), recurse=False)",
         "embedding.set_reshard_after_forward(True, recurse=False)",
-        ("tests/shard/test_embeddings.py",),
+        ("tests/shard/test_shard.py",),
     ),
     Mistake(
         "an embedding is gathered for a backward that needs the ids alone",
         "shard/units.py",
         "        sharded.set_unshard_in_backward(needs_weight_in_backward(sharded))\n",
         "",
-        ("tests/shard/test_embeddings.py",),
+        ("tests/shard/test_shard.py",),
     ),
     Mistake(
         "reshard() of the root leaves the head gathered",
         "shard/apply.py",
         "functools.partial(reshard_together, model, *beside)",
         "functools.partial(reshard_together, model)",
-        ("tests/shard/test_embeddings.py",),
+        ("tests/shard/test_shard.py",),
     ),
     Mistake(
         "a head whose weight is used without a call is not gathered for it",
         "shard/units.py",
         'if not original_class(model).__module__.startswith("transformers."):',
         "if False:",
-        ("tests/shard/test_embeddings.py",),
+        ("tests/shard/test_shard.py",),
     ),
     Mistake(
         "a cap on attention scores left out where transformers' sdpa does not refuse it",
@@ -201,7 +201,7 @@ MISTAKES: list[Mistake] = [
         "sampling/sampler.py",
         "            rank, num_replicas = data_parallel_place(mesh)\n",
         "            rank, num_replicas = mesh.get_rank(), mesh.size()\n",
-        ("tests/attention/context_parallel/test_training.py::test_one_rank_of_a_group_reads_for_all",),
+        ("tests/attention/context_parallel/test_exact.py::test_one_rank_of_a_group_reads_for_all",),
     ),
     Mistake(
         "a row is counted by each rank that shares it",
@@ -215,7 +215,7 @@ MISTAKES: list[Mistake] = [
         "attention/context_parallel/attention.py",
         "        inner[..., -whole.filler :] = -math.inf\n",
         "        pass\n",
-        ("tests/attention/context_parallel/test_training.py::test_padding_on_the_left_does_not_see_filler",),
+        ("tests/attention/context_parallel/test_exact.py::test_padding_on_the_left_does_not_see_filler",),
     ),
     Mistake(
         "ranks rotate by the length of their part",
@@ -230,14 +230,14 @@ MISTAKES: list[Mistake] = [
         "step/loader.py",
         '[pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in sends]',
         "[]",
-        ("tests/attention/context_parallel/test_training.py::test_an_error_of_who_reads_reaches_all",),
+        ("tests/attention/context_parallel/test_exact.py::test_an_error_of_who_reads_reaches_all",),
     ),
     Mistake(
         "ranks of a group train different rows",
         "step/window.py",
         "    if len(pairs) > len({place for place, _ in pairs}):",
         "    if False:",
-        ("tests/attention/context_parallel/test_training.py::test_what_cannot_be_shared_is_refused",),
+        ("tests/attention/context_parallel/test_exact.py::test_what_cannot_be_shared_is_refused",),
     ),
     Mistake(
         "an axis of a mesh cut in the wrong order",

@@ -87,14 +87,14 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "    forget_held_back(model)",
         "    pass",
-        ("tests/step/test_failed.py",),
+        ("tests/step/test_update.py",),
     ),
     Mistake(
         "a forward that was broken off keeps the model gathered",
         "_model/sharded.py",
         "    if is_broken_off(model):",
         "    if False:",
-        ("tests/step/test_failed.py",),
+        ("tests/step/test_update.py",),
     ),
     Mistake(
         "a scaler stays unscaled after a step that failed",
@@ -171,14 +171,14 @@ MISTAKES: list[Mistake] = [
         "_compat/fsdp.py",
         "parameter.unsharded_accumulated_grad = None",
         "pass",
-        ("tests/step/test_failed.py",),
+        ("tests/step/test_update.py",),
     ),
     Mistake(
         "a failed step leaves FSDP2 in the middle of it",
         "step/update.py",
         "        forget_failed_iteration(model)",
         "        pass",
-        ("tests/step/test_failed.py",),
+        ("tests/step/test_update.py",),
     ),
     Mistake(
         "the keys of batches not compared between ranks",

@@ -8,7 +8,7 @@ MISTAKES = [
         "step/loader.py",
         "            if moved and window:",
         "            if False:",
-        ("tests/step/test_loader.py",),
+        ("tests/step/test_batches.py",),
     ),
     Mistake(
         "nothing is said of parameters without an optimizer",

@@ -37,7 +37,6 @@ ODD: dict[str, dict[str, Any]] = {
 
 
 def _with(folder: Path, name: str, fields: Any) -> Path:
-    """The folder, with more fields in one of its files."""
     path = folder / name
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**before, **fields} if isinstance(fields, dict) else fields))
@@ -55,23 +54,20 @@ def test_an_odd_field_is_an_error_about_the_folder(fields: dict[str, Any], tmp_p
     assert time.perf_counter() - started < 5
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"dtype": 7}', "\0"])
-def test_odd_settings_of_generation(text: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path)
-    (folder / "generation_config.json").write_text(text)
-    with pytest.raises(fs.CheckpointFormatError, match="config of "):
-        fs.build_meta_model(folder)
-
-
 @pytest.mark.parametrize(
-    "text", ["[]", "{", '{"version": 1}', '{"model": {"type": "BPE", "vocab": 3}}', "\0"]
+    ("name", "text"),
+    [
+        *(("generation_config", text) for text in ("[]", "{", '{"dtype": 7}', "\0")),
+        *(("tokenizer", text) for text in ("[]", "{", '{"version": 1}', "\0")),
+        ("tokenizer", '{"model": {"type": "BPE", "vocab": 3}}'),
+    ],
 )
-def test_an_odd_tokenizer(text: str, tmp_path: Path) -> None:
+def test_odd_settings_of_generation_or_of_a_tokenizer(name: str, text: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
-    (folder / "tokenizer.json").write_text(text)
+    (folder / f"{name}.json").write_text(text)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(fs.CheckpointFormatError, match="tokenizer of "):
-        tokenizer_of(folder)
+    with pytest.raises(fs.CheckpointFormatError, match=f"{name.removeprefix('generation_')} of "):
+        (tokenizer_of if name == "tokenizer" else fs.build_meta_model)(folder)
 
 
 @pytest.mark.parametrize("read", [config_of, tokenizer_of])
@@ -106,15 +102,15 @@ def test_a_model_under_another_name_is_read_as_told(tmp_path: Path) -> None:
     own = {"AutoModelForCausalLM": "modeling_other.LlamaForCausalLM"}
     for fields in ({}, {"auto_map": own}):
         _with(folder, "config.json", {"model_type": "other", **fields})
-        with pytest.raises(fs.CheckpointFormatError, match="does not recognize this architecture"):
-            fs.build_meta_model(folder)
+        for model_type, message in (
+            (None, "does not recognize this architecture"),
+            ("nothing", "knows no models of type 'nothing'"),
+            ("mistral", "for models of type 'llama'"),
+        ):
+            with pytest.raises(fs.CheckpointFormatError, match=message):
+                fs.build_meta_model(folder, model_type=model_type)
         model = fs.build_meta_model(folder, model_type="llama")
-        assert type(model).__name__ == "LlamaForCausalLM"
-        assert model.config.model_type == "llama"
-        with pytest.raises(fs.CheckpointFormatError, match="knows no models of type 'nothing'"):
-            fs.build_meta_model(folder, model_type="nothing")
-        with pytest.raises(fs.CheckpointFormatError, match="for models of type 'llama'"):
-            fs.build_meta_model(folder, model_type="mistral")
+        assert (type(model).__name__, model.config.model_type) == ("LlamaForCausalLM", "llama")
     fs.load_weights(model, folder)
     fs.export_hf(model, tmp_path / "out", dtype=None)
     assert config_of(tmp_path / "out").model_type == "llama"

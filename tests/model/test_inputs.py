@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
 from fsdp_sft._model.forward import check_ids, no_cache, rows_of as rows_known
-from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, batch_of, plain_gradients, rows_of
 from tests.harness.models import FLOAT32, VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.multimodal import CONFIGS, tiny
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 
 LENGTHS = [6, 15, 1, 9]
 
@@ -77,8 +75,6 @@ def test_packs_train_as_rows_alone(family: str, cp: int) -> None:
 
 # --- ids without a row are refused on the host, on all ranks, before anything has changed ------------------
 
-RANKS = 2
-
 
 def _batch(key: str = "input_ids", value: int = VOCAB) -> dict[str, torch.Tensor]:
     batch = {name: tensor.clone() for name, tensor in ragged_batches(1)[0].items()}
@@ -94,30 +90,24 @@ LAYERS: dict[str, type[nn.Module]] = {
 WRONG = [("input_ids", VOCAB), ("input_ids", -1), ("labels", VOCAB), ("labels", -1)]
 
 
-def _refused_on_all_ranks(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["sharded", "ddp"])
+@on_ranks(2)
+def test_one_rank_with_an_id_too_many(kind: str) -> None:
     model: Any = tiny_model("qwen2-tied")
     if kind == "sharded":
         fs.shard_model(model, mesh=mesh_here())
     elif kind == "ddp":
-        model = DistributedDataParallel(model.to(device_here()))
+        model = nn.parallel.DistributedDataParallel(model.to(device_here()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    rank = torch.distributed.get_rank()
     for key, value in WRONG:
-        batch = _batch(key, value) if rank == 1 else ragged_batches(1)[0]
+        batch = _batch(key, value) if dist.get_rank() == 1 else ragged_batches(1)[0]
         with pytest.raises(fs.BatchError, match=rf"{key} has {value} \(row 0, position 2\).*0 to 100"):
             fs.train_step(model, [ragged_batches(1)[0], batch], optimizer)
         with pytest.raises(fs.BatchError, match=f"{key} has {value}"):
             fs.evaluate(model, [batch])
-    for old, new in zip(before, model.parameters(), strict=True):
-        same = old == new
-        assert bool((same.full_tensor() if hasattr(same, "full_tensor") else same).all())
+    assert all(torch.equal(full(old), full(new)) for old, new in zip(before, model.parameters(), strict=True))
     assert not fs.train_step(model, [ragged_batches(1)[0]], optimizer).skipped
-
-
-@pytest.mark.parametrize("kind", ["sharded", "ddp"])
-def test_one_rank_with_an_id_too_many(kind: str) -> None:
-    run_distributed(_refused_on_all_ranks, RANKS, kind)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,28 @@
-"""A model that others look at is left as it was; its blocks are found, whatever its origin."""
+"""Models that others look at are left as they were; blocks are found; wrappers are followed or refused."""
 
 import copy
+import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
 from fsdp_sft._model.blocks import UnsupportedModelError
 from fsdp_sft._model.forward import probed
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.view import named_tensors
-from tests.harness.device import mesh_here
-from tests.harness.models import full, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.losses import with_loss
+from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 
 ROPES = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
@@ -60,7 +64,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return sorted({name for name, _ in before.items() ^ after.items()})
 
 
-def _check_look(look: str, rope: str, sharded: bool) -> tuple[list[str], bool]:
+def _check_look(look: str, rope: str, sharded: bool) -> None:
     model = tiny_model("llama", max_position_embeddings=16, rope_parameters=ROPES[rope])
     if sharded:
         fs.shard_model(model, mesh=mesh_here())
@@ -74,24 +78,23 @@ def _check_look(look: str, rope: str, sharded: bool) -> tuple[list[str], bool]:
     LOOKS[look](model)
     drawn = (torch.rand(3).tolist(), random.random(), np.random.rand())
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
-    unmoved = drawn == (torch.rand(3).tolist(), random.random(), np.random.rand())
-    changed = _changed(before, _state(model))
+    assert drawn == (torch.rand(3).tolist(), random.random(), np.random.rand())
+    assert _changed(before, _state(model)) == []
     if oracle is not None:
         with torch.no_grad():
-            same = torch.equal(model(input_ids=ids).logits, oracle(input_ids=ids).logits)
-        changed += [] if same else ["later logits"]
-    return changed, unmoved
+            assert torch.equal(model(input_ids=ids).logits, oracle(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_look_leaves_a_model_as_it_was(look: str, rope: str) -> None:
-    assert _check_look(look, rope, sharded=False) == ([], True)
+    _check_look(look, rope, sharded=False)
 
 
 @pytest.mark.parametrize("look", LOOKS)
+@on_ranks(2)
 def test_a_look_leaves_a_sharded_model_as_it_was(look: str) -> None:
-    assert run_distributed(_check_look, 2, look, "dynamic", True) == [([], True)] * 2
+    _check_look(look, "dynamic", sharded=True)
 
 
 class Restless(nn.Module):
@@ -148,11 +151,11 @@ SEVERAL_TRUNKS = {"blt", "gemma3", "git", "got_ocr2", "moss_transcribe_diarize",
 @pytest.mark.slow
 def test_every_causal_lm_of_transformers_has_its_layers_found() -> None:
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     transformers.logging.set_verbosity_error()
     checked, not_built, wrong = [], [], []
-    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for model_type, name in names.items():
         try:
             config = transformers.CONFIG_MAPPING[model_type]()
             with torch.device("meta"):
@@ -167,11 +170,8 @@ def test_every_causal_lm_of_transformers_has_its_layers_found() -> None:
             if hasattr(config.get_text_config(), "num_hidden_layers")
             else None,
         )
-        if model_type in SEVERAL_TRUNKS:
-            ok = expected is None or count > expected
-        else:
-            ok = count == expected
-        (checked if ok else wrong).append((model_type, count, expected))
+        more = model_type in SEVERAL_TRUNKS and (expected is None or count > expected)
+        (checked if more or count == expected else wrong).append((model_type, count, expected))
     assert not wrong
     assert len(checked) > 100
     assert len(not_built) < 40, not_built
@@ -197,8 +197,9 @@ def test_blocks_of_decoders_encoder_decoders_and_classifiers(family: str, prefix
 
 def test_by_class_takes_the_outermost() -> None:
     model = tiny_model("llama")
-    attentions = fs.find_blocks(model, block_cls="LlamaAttention")
-    assert list(attentions) == [f"model.layers.{i}.self_attn" for i in range(3)]
+    assert list(fs.find_blocks(model, block_cls="LlamaAttention")) == [
+        f"model.layers.{i}.self_attn" for i in range(3)
+    ]
     several = fs.find_blocks(model, block_cls=["LlamaDecoderLayer", nn.Linear])
     assert list(several) == [f"model.layers.{i}" for i in range(3)] + ["lm_head"]
 
@@ -209,13 +210,14 @@ def _layer() -> nn.Module:
 
 def test_containers_that_are_never_called_are_no_blocks() -> None:
     """nanoGPT, litgpt and nanochat keep their trunk in a ModuleDict; others nest lists."""
-    parts = {
-        "wte": nn.Embedding(11, 8),
-        "h": nn.ModuleList(_layer() for _ in range(3)),
-        "ln_f": nn.LayerNorm(8),
-    }
     model = nn.Module()
-    model.transformer = nn.ModuleDict(parts)
+    model.transformer = nn.ModuleDict(
+        {
+            "wte": nn.Embedding(11, 8),
+            "h": nn.ModuleList(_layer() for _ in range(3)),
+            "ln_f": nn.LayerNorm(8),
+        }
+    )
     model.lm_head = nn.Linear(8, 11)
     assert list(fs.find_blocks(model)) == [f"transformer.h.{i}" for i in range(3)]
     model.transformer["head"] = nn.Sequential(nn.Linear(8, 8), nn.GELU())
@@ -247,3 +249,140 @@ def test_finding_nothing_lists_what_was_seen() -> None:
         UnsupportedModelError, match=r"\['LlamaLayer'\] in LlamaForCausalLM.*LlamaDecoderLayer x3"
     ):
         fs.find_blocks(tiny_model("llama"), block_cls="LlamaLayer")
+
+
+# --- models that others have wrapped: the ranks are inferred, or the wrapper is refused by name ----------
+
+
+class _FabricModule(nn.Module):
+    """As Lightning Fabric's: a module around the strategy's, around the user's."""
+
+    def __init__(self, forward_module: nn.Module, original: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = forward_module
+        self._original_module = original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_module(*args, **kwargs)
+
+
+def _accelerated(model: nn.Module) -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1", LOCAL_RANK=str(dist.get_rank()))
+    return accelerate.Accelerator(cpu=True, mixed_precision="no").prepare_model(model)
+
+
+WRAPPERS = {
+    "ddp": DistributedDataParallel,
+    "ddp, unused": lambda m: DistributedDataParallel(m, find_unused_parameters=True),
+    "ddp, static": lambda m: DistributedDataParallel(m, static_graph=True),
+    "fabric": lambda m: _FabricModule(DistributedDataParallel(m), m),
+    "compiled": lambda m: torch.compile(DistributedDataParallel(m), backend="eager"),
+    "accelerate": _accelerated,
+}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["ddp", "ddp, unused", "ddp, static", "fabric"],
+        # Dynamo compiles DDP's hooks; accelerate takes seconds to import in each rank.
+        pytest.param(["compiled", "accelerate"], marks=pytest.mark.slow),
+    ],
+    ids=["torch", "others"],
+)
+@on_ranks(2, timeout=240)
+def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path: Path) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = ragged_batches(2 * ranks)  # unequal targets, and none in the last
+    for kind, wrap in [(kind, WRAPPERS[kind]) for kind in kinds]:
+        plain = tiny_model("llama")
+        loss, expected = oracle_gradients(plain, batches)
+        norm = float(torch.stack([g.double().norm() for g in expected.values()]).norm())
+        inner = copy.deepcopy(plain).to(device_here())
+        model = wrap(inner)
+        assert fs.evaluate(model, batches[rank::ranks]).loss == pytest.approx(loss, rel=1e-6), kind
+        for grad_sync in ("each", "last") if kind == "ddp" else ("last",):
+            inner.load_state_dict(plain.state_dict())
+            before = {name: p.detach().clone() for name, p in inner.named_parameters()}
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            result = fs.train_step(
+                model, batches[rank::ranks], optimizer, max_grad_norm=None, grad_sync=grad_sync
+            )
+            assert (result.loss, result.grad_norm) == (
+                pytest.approx(loss, rel=1e-6),
+                pytest.approx(norm, rel=1e-5),
+            ), kind
+            actual = {name: full(before[name] - p.detach()) for name, p in inner.named_parameters()}
+            assert largest_error(actual, expected) <= 1e-5, (kind, grad_sync)
+        if kind not in ("ddp", "fabric"):
+            continue
+        fs.save_checkpoint(f"{tmp_path}/{kind}", 1, model=model, optimizer=optimizer)
+        other = tiny_model("llama", seed=5)
+        fs.load_checkpoint(f"{tmp_path}/{kind}", model=other)
+        for name, parameter in other.named_parameters():
+            assert torch.equal(parameter, full(inner.get_parameter(name))), (kind, name)
+        fs.load_checkpoint(f"{tmp_path}/{kind}", model=wrap(tiny_model("llama", seed=6).to(device_here())))
+        assert (fs.export_hf(model, f"{tmp_path}/{kind}-hf") / "config.json").is_file()
+
+
+@on_ranks(4)
+def test_a_process_group_of_some_ranks_is_refused() -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(
+        tiny_model("llama").to(device_here()), process_group=groups[dist.get_rank() // 2]
+    )
+    batch = {key: value.to(device_here()) for key, value in ragged_batches(1)[0].items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: dict[str, Callable[[], Any]] = {
+        "train_step": lambda: fs.train_step(model, [batch], optimizer),
+        "evaluate": lambda: fs.evaluate(model, [batch]),
+        "causal_lm_loss": lambda: fs.causal_lm_loss(model, batch, num_targets=3),
+        "prepare_loss": lambda: fs.prepare_loss(model),
+        "verify_packing": lambda: fs.verify_packing(model, max_length=64),
+    }
+    for name, call in calls.items():
+        with pytest.raises(fs.UnsupportedModelError, match="leaves out some of the 4 ranks"):
+            call()
+            pytest.fail(name)
+
+
+def _calls(model: nn.Module) -> list[Any]:
+    batch, optimizer = ragged_batches(1)[0], torch.optim.SGD(model.parameters(), lr=0.1)
+    return [
+        lambda: fs.train_step(model, [batch], optimizer),
+        lambda: fs.evaluate(model, [batch]),
+        lambda: fs.causal_lm_loss(with_loss(model, impl="logits"), batch, num_targets=3),
+        lambda: fs.prepare_loss(model),
+        lambda: fs.verify_packing(model, max_length=64),
+        lambda: fs.save_checkpoint("nowhere", 1, model=model),
+        lambda: fs.load_checkpoint("nowhere", model=model),
+        lambda: fs.save_full_state_dict(model, "nowhere.safetensors"),
+        lambda: fs.shard_model(model, mesh=mesh_here()),
+    ]
+
+
+@on_ranks(2)
+def test_what_cannot_be_followed_is_refused_by_name() -> None:
+    class DeepSpeedEngine(_FabricModule):
+        pass
+
+    part = tiny_model("llama")
+    part.model.layers[0] = DistributedDataParallel(part.model.layers[0])
+    inner = tiny_model("llama")
+    cases = {
+        "FullyShardedDataParallel": torch.distributed.fsdp.FullyShardedDataParallel(
+            tiny_model("llama"), device_id=torch.device("cpu")
+        ),
+        "DataParallel": nn.DataParallel(tiny_model("llama")),
+        "DeepSpeedEngine": DeepSpeedEngine(inner, inner),
+        "only a part": part,
+    }
+    for named, model in cases.items():
+        for number, call in enumerate(_calls(model)):
+            with pytest.raises(fs.UnsupportedModelError, match=named):
+                call()
+                raise AssertionError(f"call {number} of {named}")
+    both = DistributedDataParallel(tiny_model("llama"))
+    with pytest.raises(fs.UnsupportedModelError, match="already"):
+        fs.shard_model(both, mesh=mesh_here())

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
@@ -84,7 +83,6 @@ def test_named_submodules_are_kept_and_the_rest_recomputed(backend: str | None) 
 
 
 def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
-    """As a list of blocks does; without either, all of them."""
     model = tiny_model("llama", num_hidden_layers=4)
     plain, attention, expected = _step(model)
     for arguments, chosen in (
@@ -94,8 +92,7 @@ def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
         ({}, [0, 1, 2, 3]),
         ({"ratio": 0}, []),
     ):
-        names = fs.apply_sac(model, **arguments, save="self_attn")
-        assert names == [f"model.layers.{i}" for i in chosen]
+        assert fs.apply_sac(model, **arguments, save="self_attn") == [f"model.layers.{i}" for i in chosen]
         products, kernels, gradients = _step(model)
         assert (products - plain, kernels - attention) == (2 * len(chosen), 0)
         assert_same(gradients, expected)
@@ -144,9 +141,7 @@ def _collectives(family: str, ratio: Any, order: str) -> dict[str, int]:
         if step == "s":
             fs.apply_sac(model, ratio)
         else:
-            # bfloat16 compute: T5 then has float32 groups inside of its blocks
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
+            fs.shard_model(model, mesh=mesh_here())  # in bfloat16, T5 has float32 groups inside of its blocks
     batch = {**ragged_batches(2)[0], "use_cache": False}
     for _ in range(2):  # the first step of FSDP2 learns the order of its groups
         with _Counts() as counts:
@@ -263,8 +258,7 @@ class Disturbed(nn.Module):
             up = torch.nextafter(logits, torch.full_like(logits, torch.inf)) - logits
             up[:, [0, 1, 3]] = 0
         logits = logits + up * (self.disturb and self.calls % 2 == 0)
-        probabilities = logits.softmax(-1)
-        values, indices = probabilities.topk(self.top_k, dim=-1)
+        values, indices = logits.softmax(-1).topk(self.top_k, dim=-1)
         values /= values.sum(-1, keepdim=True)
         return logits, values, indices
 
@@ -335,8 +329,7 @@ class Choosing(nn.Module):
 
 def test_every_operation_that_decides_is_repeated() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Choosing(), Choosing())
-    x = torch.randn(5, 6)
+    model, x = nn.Sequential(Choosing(), Choosing()), torch.randn(5, 6)
     model(x).sum().backward()
     expected = gradients_of(model)
     fs.apply_sac(model, blocks=["0", "1"])
@@ -354,5 +347,4 @@ def test_only_blocks_that_decide_pay() -> None:
             "PhimoeForCausalLM": True,
             "GptOssForCausalLM": True,
         }.items():
-            blocks = fs.find_blocks(tiny_architecture(name))
-            assert any(map(decides, blocks.values())) == expected, name
+            assert any(map(decides, fs.find_blocks(tiny_architecture(name)).values())) == expected, name

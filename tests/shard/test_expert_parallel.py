@@ -1,6 +1,5 @@
 """Ranks that have experts of their own: models that transformers shards, beside one process."""
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -51,10 +50,9 @@ def save_mixture(folder: Path, name: str = "MixtralForCausalLM", **overrides: An
         model = tiny_architecture(name)
         if overrides:
             torch.manual_seed(0)
-            config = copy.deepcopy(model.config)
             for field, value in overrides.items():
-                setattr(config, field, value)
-            model = type(model)(config)
+                setattr(model.config, field, value)
+            model = type(model)(model.config)
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, std=0.2)
         model.save_pretrained(folder)
@@ -93,20 +91,13 @@ def mixtral(tmp_path_factory: Any) -> str:
     return save_mixture(tmp_path_factory.mktemp("mixture"), name, **EIGHT[name])
 
 
-def _expected(model: Any, batches: list[Any], max_norm: float) -> tuple[float, float, dict[str, Any]]:
-    model, gradients = copy.deepcopy(model), dict[str, torch.Tensor]()
-    losses = [plain.mean_loss(model, batches)]
-    return *plain.step(model, losses, [], max_norm=max_norm, keep=gradients), gradients
-
-
 def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torch.float32) -> Any:
     """By transformers, or with ``ours`` by this library: so many ranks share out the experts."""
     if options is None or "ours" not in options:
         return load_native(folder, options, dtype=dtype)
-    replicas = options.get("dp_replicate_size", 1)
     return composed(
         folder,
-        mesh=mesh_here(dp_replicate=replicas),
+        mesh=mesh_here(dp_replicate=options.get("dp_replicate_size", 1)),
         master_dtype=dtype,
         mp_policy=FLOAT32,
         ep_size=options["ours"],
@@ -115,26 +106,24 @@ def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torc
 
 def _check_step(folder: str, options: dict[str, int], dtype: torch.dtype, prepare: str) -> None:
     """One step of SGD with rate 1, whose move is the clipped gradient."""
-    batches = ragged_batches(9)[:8]
-    model = _load(folder, options, dtype)
+    batches, model = ragged_batches(9)[:8], _load(folder, options, dtype)
     if "sac" in prepare:
         fs.apply_sac(model, 1)
     if "compile" in prepare:
         fs.compile_blocks(model, backend="aot_eager")
     before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     fs.prepare_loss(model, impl="chunked" if "chunked" in prepare else "logits", router_loss="off")
     result = fs.train_step(
         model,
         rows_of_rank(batches, options),
-        optimizer,
+        torch.optim.SGD(model.parameters(), lr=1.0),
         max_grad_norm=0.05,
         grad_sync="last" if "last" in prepare else "each",
     )
     exact = dtype == torch.float64
-    loss, norm, gradients = _expected(load_native(folder, None, dtype=dtype), batches, 0.05)
-    assert result.loss == pytest.approx(loss, rel=1e-12 if exact else 1e-5)
-    assert result.grad_norm == pytest.approx(norm, rel=1e-12 if exact else 1e-5)
+    beside, gradients = load_native(folder, None, dtype=dtype), dict[str, torch.Tensor]()
+    loss, norm = plain.step(beside, [plain.mean_loss(beside, batches)], [], max_norm=0.05, keep=gradients)
+    assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=1e-12 if exact else 1e-5)
     assert norm > 0.05, "it is clipped"
     moved = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}
     unused = moved.keys() - gradients.keys()
@@ -209,8 +198,7 @@ def _resume(folder: str, root: str, options: dict[str, int] | None) -> tuple[Any
             parameter.zero_()
     fs.load_checkpoint(f"{root}/ckpt", model=model, optimizer=optimizer)
     half = everything(model, optimizer)
-    losses = _train(model, optimizer, SECOND, options)
-    return half, losses, everything(model, optimizer)
+    return half, _train(model, optimizer, SECOND, options), everything(model, optimizer)
 
 
 def _weights(state: dict[str, Any]) -> dict[str, torch.Tensor]:

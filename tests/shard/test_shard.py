@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,14 +16,18 @@ import transformers
 from peft import LoraConfig
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
+from fsdp_sft.shard import units
+from fsdp_sft.shard.units import own_vocabulary
 from fsdp_sft.weights import build_meta_model, load_weights
 from tests.harness.architectures import class_names, inputs_for, quiet, save_all, tiny_architecture
 from tests.harness.forks import Program
 from tests.harness.hf_folders import plain
-from tests.harness.models import FLOAT32, full, largest_error, ragged_batches, tiny_model
+from tests.harness.losses import gradients_of
+from tests.harness.models import FLOAT32, full, largest_error, ragged_batches, tiny_model, windows_of_rank
 from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
 
@@ -41,8 +46,7 @@ def test_float32_masters_and_bfloat16_compute() -> None:
             b.dtype == buffers[n].dtype and torch.equal(full(b), buffers[n]) for n, b in model.named_buffers()
         )
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        tied = getattr(model.config, "tie_word_embeddings", False)
-        assert (head.weight is embedding.weight) == tied
+        assert (head.weight is embedding.weight) == getattr(model.config, "tie_word_embeddings", False)
         # bfloat16 compute on float32 masters: what the plain bfloat16 model computes, bit for bit.
         batch = ragged_batches(2)[0]
         inputs = {name: batch[name].to(device_here()) for name in ("input_ids", "attention_mask")}
@@ -62,8 +66,8 @@ def test_frozen_parameters_keep_their_dtype_or_take_the_one_asked_for() -> None:
         fs.shard_model(model, mesh=mesh_here(), frozen_dtype=frozen_dtype)
         for p in model.parameters():
             assert p.dtype == (torch.float32 if p.requires_grad else expected)
-        result = fs.train_step(model, ragged_batches(2)[:1], torch.optim.AdamW(model.parameters(), lr=1e-3))
-        assert result.skipped is False
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        assert not fs.train_step(model, ragged_batches(2)[:1], optimizer).skipped
 
 
 def _own_loss_gradients(model: Any, batch: Any) -> dict[str, torch.Tensor]:
@@ -73,10 +77,11 @@ def _own_loss_gradients(model: Any, batch: Any) -> dict[str, torch.Tensor]:
 
 @on_ranks(2)
 def test_encoder_decoders_and_classifiers_train_with_their_own_loss() -> None:
-    for family in ("t5", "bert"):
-        batch = dict(ragged_batches(2)[0])
-        if family == "bert":
-            batch["labels"] = torch.tensor([0, 2])
+    tokens = ragged_batches(2)[0]
+    for family, batch, message in (
+        ("t5", tokens, "T5ForConditionalGeneration is an encoder-decoder"),
+        ("bert", {**tokens, "labels": torch.tensor([0, 2])}, r"cannot be compared.*loss_fn"),
+    ):
         plain = tiny_model(family, dtype=torch.float64)
         expected = _own_loss_gradients(copy.deepcopy(plain), batch)
         for ratio in (0, "1/3"):
@@ -85,12 +90,8 @@ def test_encoder_decoders_and_classifiers_train_with_their_own_loss() -> None:
             fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, master_dtype=torch.float64)
             # The same batch on every rank: the average over ranks is the single process's gradient.
             assert largest_error(_own_loss_gradients(model, batch), expected) < 1e-10
-        if family == "t5":
-            with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
-                fs.causal_lm_loss(model, batch, num_targets=1)
-        else:
-            with pytest.raises(ValueError, match=r"cannot be compared.*loss_fn"):
-                fs.causal_lm_loss(model, ragged_batches(2)[0], num_targets=1)
+        with pytest.raises(ValueError, match=message):
+            fs.causal_lm_loss(model, tokens, num_targets=1)
 
 
 class SharedLayer(nn.Module):
@@ -122,8 +123,7 @@ class SharedModel(nn.Module):
 @on_ranks(2, timeout=60)
 def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
     torch.manual_seed(0)
-    plain = SharedModel().double()
-    ids = torch.arange(6).view(2, 3)
+    plain, ids = SharedModel().double(), torch.arange(6).view(2, 3)
     reference = copy.deepcopy(plain)
     reference(ids).square().sum().backward()
     expected = {name: p.grad for name, p in reference.named_parameters()}
@@ -131,8 +131,7 @@ def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
     for _ in range(2):
         model.zero_grad()
         model(ids).square().sum().backward()
-        actual = {name: full(p.grad) for name, p in model.named_parameters()}
-        assert largest_error(actual, expected) < 1e-10
+        assert largest_error({name: full(p.grad) for name, p in model.named_parameters()}, expected) < 1e-10
     assert model.layers[0].shared.weight is model.layers[2].shared.weight
 
 
@@ -157,8 +156,9 @@ def test_modules_kept_in_float32_are_honoured_or_named() -> None:
         wo.register_forward_pre_hook(lambda m, args, seen=seen: seen.append((m.weight.dtype, args[0].dtype)))
         output = model(**batch)
         assert seen == [(torch.float32, torch.float32)]
-        expected = plain.to(device_here())(**batch).logits
-        assert torch.equal(output.logits, expected), "what plain transformers computes"
+        assert torch.equal(output.logits, plain.to(device_here())(**batch).logits), (
+            "what plain transformers computes"
+        )
         output.loss.backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
@@ -197,11 +197,10 @@ def test_description_lists_groups_with_local_bytes() -> None:
     fs.shard_model(model, mesh=mesh_here(dp_replicate=2), offload_policy=CPUOffloadPolicy())
     with torch.no_grad():
         model(input_ids=torch.tensor([[1, 2]]))  # leaves the root gathered
-    text = fs.describe_sharding(model)
     plain = tiny_model("qwen2-tied")
     layer = sum(p.numel() for p in plain.model.layers[0].parameters())
     root = sum(p.numel() for p in plain.parameters()) - 3 * layer
-    lines = text.splitlines()
+    lines = fs.describe_sharding(model).splitlines()
     blocks = next(line for line in lines if line.startswith("model.layers.0 ... model.layers.2"))
     assert blocks.split()[3:6] == ["3", f"{layer:,}", f"{layer:,}"]
     assert "(Replicate(), Shard(dim=0))" in blocks
@@ -213,8 +212,7 @@ def test_description_lists_groups_with_local_bytes() -> None:
 
 @on_ranks(2)
 def test_groups_within_groups_train_the_same() -> None:
-    plain = tiny_model("llama", dtype=torch.float64)
-    batch = ragged_batches(2)[0]
+    plain, batch = tiny_model("llama", dtype=torch.float64), ragged_batches(2)[0]
     expected = _own_loss_gradients(copy.deepcopy(plain), batch)
     blocks = fs.find_blocks(plain, block_cls="Linear") | fs.find_blocks(plain)
     assert len(blocks) > 3
@@ -257,7 +255,9 @@ FOREIGN: dict[str, Any] = {
 }
 
 
-def _refused(folder: Path, *, lora: bool) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+@on_ranks(2)
+def test_they_are_refused_before_anything_is_written(lora: bool, tmp_path: Path) -> None:
     model: Any = tiny_model("llama")
     if lora:
         model = fs.add_adapters(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -265,17 +265,12 @@ def _refused(folder: Path, *, lora: bool) -> None:
     for one in (model, model.get_base_model() if lora else model):
         for name, call in FOREIGN.items():
             with pytest.raises(fs.UnsupportedModelError, match="export_hf"):
-                call(one, folder / "out")
-            assert not (folder / "out").exists(), name
+                call(one, tmp_path / "out")
+            assert not (tmp_path / "out").exists(), name
         with pytest.raises(fs.UnsupportedModelError, match="new_vocab_size"):
             one.resize_token_embeddings(200)
         assert one.resize_token_embeddings() is one.get_input_embeddings()
-    (fs.export_adapter if lora else fs.export_hf)(model, folder / "exported")
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_they_are_refused_before_anything_is_written(lora: bool, tmp_path: Path) -> None:
-    run_distributed(_refused, 2, tmp_path, lora=lora)
+    (fs.export_adapter if lora else fs.export_hf)(model, tmp_path / "exported")
     assert (tmp_path / "exported" / ("adapter_config.json" if lora else "config.json")).exists()
 
 
@@ -284,10 +279,8 @@ def test_they_are_refused_before_anything_is_written(lora: bool, tmp_path: Path)
 
 @pytest.fixture
 def compiler_anew() -> Iterator[None]:
-    from torch._dynamo import config
-
     torch.compiler.reset()
-    with config.patch(recompile_limit=config.recompile_limit):
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
         yield
     torch.compiler.reset()
 
@@ -427,5 +420,152 @@ def test_a_head_that_is_asked_for_its_dtype_before_it_is_gathered() -> None:
         model = tiny_architecture(name)
         expected = copy.deepcopy(model).to(torch.bfloat16)(input_ids=ids, use_cache=False).logits
         fs.shard_model(model, mesh=mesh_here())
-        logits = model(input_ids=ids, use_cache=False).logits.cpu()
-        torch.testing.assert_close(logits, expected, rtol=0.0, atol=0.1)
+        torch.testing.assert_close(
+            model(input_ids=ids, use_cache=False).logits.cpu(), expected, rtol=0.0, atol=0.1
+        )
+
+
+# --- untied embedding and head in groups of their own: the numbers of the root's group, gathered less often
+
+
+def _sharded(family: str, *, own: bool = True, **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if not own:
+            patch.setattr(units, "own_vocabulary", lambda *_: (None, None))
+        model = tiny_model(family)
+        fs.apply_sac(model, "1/3")
+        return fs.shard_model(model, mesh=mesh_here(), **options)
+
+
+def _trained(model: Any, grad_sync: Any) -> list[Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    numbers: list[Any] = []
+    windows = windows_of_rank(2, device_here())
+    for window in windows:
+        result = fs.train_step(model, window, optimizer, grad_sync=grad_sync)
+        numbers += [result.loss, result.grad_norm]
+    numbers.append(fs.evaluate(model, windows[0]).loss)
+    ids = torch.tensor([[3, 4, 5]], device=device_here())
+    numbers.append(model.eval().generate(ids, max_new_tokens=4, do_sample=False).tolist())
+    return numbers
+
+
+@on_ranks(2)
+def test_numbers_are_those_of_the_roots_group() -> None:
+    for family, grad_sync, options in (
+        ("llama", "each", {}),
+        ("llama", "last", {}),
+        ("mixtral", "each", {"reshard_after_forward": False}),
+    ):
+        models = [_sharded(family, own=own, **options) for own in (True, False)]
+        groups = [sum(isinstance(m, FSDPModule) for m in model.modules()) for model in models]
+        assert groups[0] == groups[1] + 2
+        assert fs.prepare_loss(models[0]) == fs.prepare_loss(models[1])
+        first, second = (_trained(model, grad_sync) for model in models)
+        assert first == second, (family, options)
+    for family in ("qwen2-tied", "gemma3"):
+        named = _sharded(family).named_modules()
+        assert not any(isinstance(m, FSDPModule) for n, m in named if "embed" in n or "head" in n)
+
+
+def _gathers(function: Any) -> int:
+    """All-gathers that FSDP2 makes in a call."""
+    gather = _fsdp_param_group.foreach_all_gather
+    with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=gather) as counted:
+        function()
+    return counted.call_count
+
+
+@on_ranks(2)
+def test_they_are_gathered_less_often() -> None:
+    model = _sharded("llama")
+    blocks = len(fs.find_blocks(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    window = windows_of_rank(1, device_here())[0][:1]
+    fs.train_step(model, window, optimizer)  # what is checked at first has been
+    # Forward: the root, the embedding, the blocks and the head. Backward: the blocks.
+    assert _gathers(lambda: fs.train_step(model, window, optimizer)) == 3 + 2 * blocks
+    ids = torch.tensor([[3, 4, 5]], device=device_here())
+    model.eval()
+
+    def generate(tokens: int) -> int:
+        options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False}
+        return _gathers(lambda: model.generate(ids, **options))
+
+    assert generate(2) == 3 + 2 * blocks
+    assert generate(4) == 4 * blocks, "embedding and head stay gathered"
+
+
+@on_ranks(2)
+def test_reshard_frees_them() -> None:
+    """As in the root's group: a forward without a backward leaves them gathered, and reshard() frees them."""
+    model, batch = _sharded("llama"), windows_of_rank(1, device_here())[0][0]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            model(**batch)
+        assert not isinstance(model.lm_head.weight, DTensor)
+        model.reshard()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _head_again(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids=ids, output_hidden_states=True)
+    return _loss(output.logits, ids) + _loss(model.lm_head(output.hidden_states[-1] / 2), ids)
+
+
+def _embedded_after(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids=ids, output_hidden_states=True)
+    apart = model.get_input_embeddings()(ids) - output.hidden_states[-1]
+    return _loss(output.logits, ids) + apart.square().mean()
+
+
+@on_ranks(2)
+def test_loops_that_call_parts_of_the_model() -> None:
+    rank = dist.get_rank()
+    for loop in (_head_again, _embedded_after):
+        model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
+        for step in range(2):
+            ids = torch.randint(3, 90, (4, 9), generator=torch.Generator().manual_seed(step)).to(
+                device_here()
+            )
+            with torch.no_grad():
+                model(input_ids=ids[:1])
+            model.reshard()
+            loop(model, ids[2 * rank : 2 * rank + 2]).backward()
+            for half in ids.split(2):
+                (loop(plain, half) / 2).backward()
+            assert largest_error(gradients_of(model), gradients_of(plain)) < 1e-5, (loop.__name__, step)
+
+
+class _UsesWeight(nn.Module):
+    """A model of another library, which multiplies by its head's weight and never calls the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def test_what_may_be_used_without_a_call_stays_with_the_root() -> None:
+    model = tiny_model("llama")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for arguments, expected in (
+        ((_UsesWeight(), []), (None, None)),
+        ((tiny_model("qwen2-tied"), []), (None, None)),
+        ((model, []), (embedding, head)),
+        ((model, [embedding]), (None, head)),
+        ((model, [], {id(head.weight)}), (embedding, None)),
+    ):
+        assert own_vocabulary(*arguments) == expected
+    model.again = embedding
+    assert own_vocabulary(model, []) == (None, head)

@@ -77,9 +77,8 @@ def _compile(compiler: str, folder: Path) -> None:
     sources = sorted(SOURCE.glob("*.cpp"))
     everything.write_text("".join(f'#include "{source.resolve()}"\n' for source in sources))
     module = package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    link = ["-shared", f"-L{root / 'lib'}", *libraries, f"-Wl,-rpath,{root / 'lib'}"]
-    _run([compiler, *flags, str(everything), *link, "-o", str(module)])
+    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", f"-Wl,-rpath,{root / 'lib'}"]
+    _run([compiler, *flags, str(everything), "-shared", f"-L{root / 'lib'}", *libraries, "-o", str(module)])
     everything.unlink()
 
 

@@ -1,4 +1,4 @@
-"""What ranks' batches may differ in, by keys, options and rows, and labels that are recognised mistakes."""
+"""Windows of a loader's batches, what ranks' batches may differ in, and labels that are mistakes."""
 
 import logging
 from logging.handlers import BufferingHandler
@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
+from fsdp_sft.step.window import num_rows
 from tests.harness.long_rows import sharing_rows
 from tests.harness.models import FLOAT32, VOCAB, ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import mesh_here, on_ranks
@@ -34,9 +35,8 @@ class Seeing(LlamaForCausalLM):
 def _seeing(**mesh: int) -> Any:
     torch.manual_seed(0)
     model = Seeing(tiny_config("llama")).train()
-    mesh = mesh_here(**mesh)
     groups = {**fs.find_blocks(model), "tower": model.tower}
-    return fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32, blocks=groups)
+    return fs.shard_model(model, mesh=mesh_here(**mesh), mp_policy=FLOAT32, blocks=groups)
 
 
 def _with_image(batch: dict[str, Any]) -> dict[str, Any]:
@@ -45,17 +45,15 @@ def _with_image(batch: dict[str, Any]) -> dict[str, Any]:
 
 @on_ranks(2, timeout=20)
 def test_ranks_with_different_keys_are_refused_by_name() -> None:
-    rank = dist.get_rank()
-    model = _seeing()
+    rank, model = dist.get_rank(), _seeing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     text = ragged_batches(2)[0]
     image = _with_image(text)
     for mine in ([text, image], [image, text]):
-        window = [text, mine[rank]]
         with pytest.raises(
             fs.BatchError, match=r"different keys \(micro-batch 1: .*pixel_values.*, on ranks 0 and 1\)"
         ):
-            fs.train_step(model, window, optimizer)
+            fs.train_step(model, [text, mine[rank]], optimizer)
         with pytest.raises(fs.BatchError, match=r"different keys \(micro-batch 0"):
             fs.evaluate(model, [mine[rank]])
     assert not optimizer.state
@@ -90,8 +88,7 @@ def test_a_rank_that_has_run_out_stands_in_with_the_keys_of_the_others(ranks: in
                 )
                 count += int((targets != -100).sum())
         result = fs.evaluate(model, own)
-        assert result.num_targets == count
-        assert result.loss == pytest.approx(total / count, rel=1e-6)
+        assert (result.loss, result.num_targets) == (pytest.approx(total / count, rel=1e-6), count)
 
 
 @on_ranks(2)
@@ -120,15 +117,14 @@ def test_ranks_with_different_options_are_refused() -> None:
 
 
 def _batch(seed: int = 0, rows: int = 2, length: int = 12) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
 
 
 def _next(ids: torch.Tensor) -> torch.Tensor:
-    return F.pad(ids[:, 1:], (0, 1), value=-100)
+    return nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
 
 
 def _mistakes() -> dict[str, tuple[dict[str, Any], str]]:
@@ -137,7 +133,7 @@ def _mistakes() -> dict[str, tuple[dict[str, Any], str]]:
     return {
         "shifted already": ({**right, "labels": _next(right["labels"])}, "shifted already.*as shift_labels"),
         "shifted with an end": (
-            {**right, "labels": F.pad(ids[:, 1:], (0, 1), value=2)},
+            {**right, "labels": nn.functional.pad(ids[:, 1:], (0, 1), value=2)},
             "labels equal the next id at 21 of 21 targets",
         ),
         "shift_labels not shifted": ({**right, "shift_labels": ids}, "they have not been shifted"),
@@ -186,8 +182,7 @@ def _right() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("case", _right())
 def test_what_is_no_mistake_is_trained(case: str) -> None:
     model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert not fs.train_step(model, [_right()[case]], optimizer).skipped
+    assert not fs.train_step(model, [_right()[case]], torch.optim.SGD(model.parameters(), lr=0.1)).skipped
 
 
 def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
@@ -205,14 +200,13 @@ def _steps(mesh: Any, *windows: list[dict[str, Any]]) -> list[str]:
 
 @on_ranks(4, timeout=60)
 def test_ranks_with_the_same_rows_are_named() -> None:
-    rank = dist.get_rank()
-    mesh = mesh_here()
+    rank, mesh = dist.get_rank(), mesh_here()
+    # By number of messages, each with these words: rank 0 alone says it.
+    once = [True] * (rank == 0)
     said = _steps(mesh, [_batch(0)], [_batch(0)])
-    assert len(said) == (rank == 0), said
-    assert not said or "ranks 0, 1, 2, 3 have the same rows" in said[0]
+    assert ["ranks 0, 1, 2, 3 have the same rows" in message for message in said] == once, said
     said = _steps(mesh, [_batch(rank % 3)])
-    assert not said or "ranks 0, 3 have" in said[0]
-    assert len(said) == (rank == 0)
+    assert ["ranks 0, 3 have" in message for message in said] == once, said
     # Only the first window is compared, and ranks with nothing to train share nothing.
     assert not _steps(mesh, [_batch(rank)], [_batch(0)])
     nothing = {**_batch(0), "labels": torch.full((2, 12), -100)}
@@ -223,5 +217,138 @@ def test_ranks_with_the_same_rows_are_named() -> None:
     with pytest.raises(fs.BatchError, match="ranks of one cp group have different batches"):
         _steps(mesh, [_batch(rank)])
     said = _steps(mesh, [_batch(0)])
-    assert len(said) == (rank == 0)
-    assert not said or "same rows" in said[0]
+    assert ["same rows" in message for message in said] == once, said
+
+
+# --- windows of a loader's batches, the same number on all ranks -----------------------------------------
+
+
+@on_ranks(2, timeout=60)
+def test_windows_keep_ranks_together() -> None:
+    rank, batches = dist.get_rank(), ragged_batches(9)
+    lengths = [len(window) for window in fs.windows(batches[: 5 + 2 * rank], 3)]
+    assert lengths == [3, 2], "the rank with fewest batches ends the pass for all"
+    assert [len(window) for window in fs.windows(batches[:6], 3)] == [3, 3]
+    with pytest.raises(ValueError, match="the epoch has no window"):
+        list(fs.windows(batches[:rank], 1))
+
+    def failing() -> Any:
+        yield from batches[:2]
+        if rank == 1:
+            raise OSError("bad sector")
+        yield from batches[2:]
+
+    seen = []
+    with pytest.raises(OSError, match="bad sector") as caught:
+        for window in fs.windows(failing(), 2):
+            seen.append(len(window))
+    assert seen == [2]
+    assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
+
+    class Broken:
+        def __iter__(self) -> Any:
+            if rank == 1:
+                raise OSError("cannot fork")
+            return iter(batches)
+
+    model = fs.shard_model(tiny_model("gpt2"), mesh=mesh_here())
+    for call in (lambda: list(fs.windows(Broken(), 1)), lambda: fs.evaluate(model, Broken())):
+        with pytest.raises(OSError, match="cannot fork"):
+            call()
+    loader = DataLoader(list(range(24)), 2)
+    buckets = DataLoader(list(range(24)), batch_sampler=[[0, 1], [2]])  # batches of unequal sizes
+    for source, given, match in (
+        (loader, {"grad_accum_steps": 0}, "grad_accum_steps must be an integer of at least 1, got 0"),
+        (loader, {}, "one of the two"),
+        (loader, {"grad_accum_steps": 1, "global_batch": 8}, "one of the two"),
+        (
+            loader,
+            {"global_batch": 6},
+            "global_batch=6 is no multiple of 4, which 2 ranks take at once with a batch size",
+        ),
+        (batches, {"global_batch": 8}, "whose batches have a known size"),
+        (buckets, {"global_batch": 8}, "whose batches have a known size"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fs.windows(source, **given)
+    sampler = fs.PackedSampler([6] * 16, max_length=12)
+    packs = DataLoader(batches + batches, batch_sampler=sampler, collate_fn=lambda pack: pack[0])
+    assert len(next(iter(fs.windows(packs, global_batch=4)))) == 2, "a pack is a batch"
+
+
+class _Rows:
+    """A loader without a size of its batches, whose sampler counts rows."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.sampler, self.consumed = batches, self, []
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def mark_consumed(self, count: int) -> None:
+        self.consumed.append(count)
+
+
+@on_ranks(2, timeout=60)
+def test_batches_are_mapped_where_they_are_read() -> None:
+    batches = ragged_batches(4)
+
+    def renamed(batch: Any) -> Any:
+        """One row of a batch of two, under the names that a step takes."""
+        return {"input_ids": batch["tokens"][:1], "labels": batch["targets"][:1]}
+
+    theirs = [{"tokens": batch["input_ids"], "targets": batch["labels"]} for batch in batches]
+    loader = _Rows([{**batch, "input_ids": batch["tokens"]} for batch in theirs])
+    found = [batch for window in fs.windows(loader, 2, map_fn=renamed) for batch in window]
+    assert [batch["labels"].tolist() for batch in found] == [own["labels"][:1].tolist() for own in batches]
+    assert loader.consumed == [4, 4], "rows that the loader has taken, not those of the mapped batches"
+    with pytest.raises(KeyError, match="tokens") as caught:
+        list(fs.windows(batches if dist.get_rank() else theirs, 2, map_fn=renamed))
+    assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
+
+
+def _rows(number: int, first: int = 3) -> list[dict[str, Any]]:
+    return [{"input_ids": [index] * 2, "labels": [index] * 2} for index in range(first, first + number)]
+
+
+def _stack(rows: list[Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "set_epoch", "mark_consumed"])
+def test_a_sampler_that_is_moved_in_the_middle_of_a_pass(how: str) -> None:
+    rows: Any = _rows(8)
+    state = {**fs.ResumableSampler(rows).state_dict(), "position": 4}
+    given = {"load_state_dict": state, "set_epoch": 3, "mark_consumed": 1}[how]
+    sampler = fs.ResumableSampler(rows)
+    loader: Any = DataLoader(rows, 2, sampler=sampler, collate_fn=_stack)
+    windows = fs.windows(loader, 1)
+    next(windows)
+    getattr(sampler, how)(given)
+    with pytest.raises(fs.BatchError, match="was moved in the middle of a pass"):
+        next(windows)
+    if how != "mark_consumed":  # after the last window it may be moved
+        sampler.load_state_dict({**state, "position": 6})
+        next(windows := fs.windows(loader, 1))
+        getattr(sampler, how)(given)
+        with pytest.raises(StopIteration):
+            next(windows)
+        assert (sampler.epoch, sampler.position) == ((0, 4) if how == "load_state_dict" else (3, 0))
+    if how == "load_state_dict":  # as is advised
+        sampler.load_state_dict(state)
+        assert len(list(fs.windows(loader, 1))) == 2
+
+
+@pytest.mark.parametrize(("ranks", "shape", "expected"), [(1, {}, 4), (2, {}, 2), (2, {"cp": 2}, 4)])
+@on_ranks()
+def test_a_global_batch_makes_as_many_steps_on_any_number_of_ranks(
+    ranks: int, shape: Any, expected: int
+) -> None:
+    mesh, rows = mesh_here(**shape), _rows(24)
+    loader: Any = DataLoader(rows, 2, sampler=fs.ResumableSampler(rows, mesh=mesh), collate_fn=_stack)
+    assert [len(window) for window in fs.windows(loader, global_batch=8, mesh=mesh)] == [expected] * 3
+
+
+def test_a_batch_without_a_tensor_has_no_rows_to_count() -> None:
+    with pytest.raises(fs.BatchError, match="a batch without a tensor"):
+        num_rows({"text": ["a"]})

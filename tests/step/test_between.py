@@ -123,9 +123,9 @@ def _act(act: Act, model: Any, optimizer: Any, *_: Any) -> None:
                 getattr(module, act.what)(*act.given)
 
 
-def _window(step: int) -> list[Any]:
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return ragged_batches(4 * ranks)[rank::ranks][2 * step : 2 * step + 2]
+def _mine(count: int = 2) -> list[Any]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return ragged_batches(count * ranks)[rank::ranks]
 
 
 def _trained(program: Program) -> list[float]:
@@ -145,7 +145,7 @@ def _trained(program: Program) -> list[float]:
             optimizer.register_step_pre_hook(partial(_act, act, model))
     norms = []
     for step in range(2):
-        window = _window(step)
+        window = _mine(4)[2 * step : 2 * step + 2]
         if not own_loop:
             norms.append(fs.train_step(model, window, optimizer, max_grad_norm=0.01).grad_norm)
         else:
@@ -189,25 +189,23 @@ def _tried(programs: list[Program]) -> dict[Program, Any]:
     wrong: dict[Program, Any] = {}
     known: dict[tuple[Act, ...], list[float]] = {}
     for program in programs:
-        hooks = tuple(act for act in program[1] if act.what in HOOKS)
-        hooks = tuple(act if act.when == LATER else act._replace(when=BEFORE) for act in hooks)
+        hooks = tuple(
+            act if act.when == LATER else act._replace(when=BEFORE) for act in program[1] if act.what in HOOKS
+        )
         if hooks not in known:
             known[hooks] = _plain(hooks)
         try:
             found = _trained(program)
         except (fs.FsdpSftError, RuntimeError) as error:
             said = f"{type(error).__name__}: {error}"
-            names = [name for act in program[1] if act.given != (2.0,) for name in _names(act)]
+            acts = [act for act in program[1] if act.given != (2.0,)]
+            names = [name for act in acts for name in (act.what, f"{act.what} {act.when.split()[0]}")]
             if not said.startswith(tuple(REFUSED.get(name, "never") for name in names)):
                 wrong[program] = said
         else:
             if found != pytest.approx(known[hooks], rel=1e-5):
                 wrong[program] = found[:3], known[hooks][:3]
     return wrong
-
-
-def _names(act: Act) -> tuple[str, str]:
-    return act.what, f"{act.what} {act.when.split()[0]}"
 
 
 def test_every_public_method_is_tried() -> None:
@@ -234,37 +232,26 @@ def _of_hooks() -> list[Act]:
     ]
 
 
-@pytest.mark.parametrize("own_loop", [False, True])
-def test_a_step_after_any_method_is_the_undisturbed_one_or_refused(own_loop: bool) -> None:
-    programs: list[Program] = [(own_loop, (act,)) for act in _of_method(own_loop)]
-    wrong = run_distributed(_tried, 2, programs, timeout=400)[0]
-    assert not wrong, wrong
+PROGRAMS: dict[str, list[Program]] = {
+    "any method": [(False, (act,)) for act in _of_method(False)],
+    "any method, in a loop of one's own": [(True, (act,)) for act in _of_method(True)],
+    "a hook": [(number % 2 == 1, (act,)) for number, act in enumerate(_of_hooks())],
+    "a forward": [
+        (own_loop, (Act(what, when),))
+        for own_loop in (False, True)
+        for what in FORWARDS
+        for when in (AFTER, LATER, UPDATE)
+    ],
+}
 
 
-def test_a_hook_is_honoured_or_refused() -> None:
-    programs: list[Program] = [(number % 2 == 1, (act,)) for number, act in enumerate(_of_hooks())]
-    wrong = run_distributed(_tried, 2, programs, timeout=400)[0]
-    assert not wrong, wrong
-
-
-def test_a_step_beside_a_forward_of_ones_own_is_that_of_one_process() -> None:
-    forwards = [Act(what, when) for what in FORWARDS for when in (AFTER, LATER, UPDATE)]
-    programs: list[Program] = [(own_loop, (act,)) for own_loop in (False, True) for act in forwards]
-    wrong = run_distributed(_tried, 2, programs, timeout=400)[0]
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_a_step_beside_it_is_that_of_one_process_or_refused(what: str) -> None:
+    wrong = run_distributed(_tried, 2, PROGRAMS[what], timeout=400)[0]
     assert not wrong, wrong
 
 
 # --- what is trained gets its gradient from the reduction over the ranks alone: right, or refused ----------
-
-
-def _sharded(model: Any = None, **shape: int) -> Any:
-    model = tiny_model("llama") if model is None else model
-    return fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=FLOAT32)
-
-
-def _mine(count: int = 2) -> list[Any]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    return ragged_batches(count * ranks)[rank::ranks]
 
 
 Cause = Callable[[Any, Any], dict[str, Any] | None]
@@ -291,10 +278,6 @@ def _replaced(name: str, gathered: bool, model: Any, optimizer: Any) -> None:
 
 def _other_rate(made: Callable[[float], Any], model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["lr"] = made(1e-3 * (1 + dist.get_rank()))
-
-
-def _other_scale(model: Any, optimizer: Any) -> dict[str, Any]:
-    return {"scaler": torch.amp.GradScaler(device_here().type, init_scale=2.0 ** (8 + dist.get_rank()))}
 
 
 def _frozen(some: Callable[[Any], Any], model: Any, optimizer: Any) -> None:
@@ -355,7 +338,13 @@ CASES: dict[str, tuple[Cause, type[Exception], str]] = {
         fs.BatchError,
         r"lr=0.001 of group 0 of SGD and lr=0.002 of group 0",
     ),
-    "another scale": (_other_scale, fs.BatchError, r"scale=256.0 and 512.0"),
+    "another scale": (
+        lambda model, optimizer: {
+            "scaler": torch.amp.GradScaler(device_here().type, init_scale=2.0 ** (8 + dist.get_rank()))
+        },
+        fs.BatchError,
+        r"scale=256.0 and 512.0",
+    ),
 }
 FAMILIES = {"a tied head that was untied": "qwen2-tied", "experts watched by one rank": "mixtral"}
 
@@ -364,7 +353,8 @@ FAMILIES = {"a tied head that was untied": "qwen2-tied", "experts watched by one
 @on_ranks(2, timeout=60)
 def test_refused_on_all_ranks(case: str) -> None:
     cause, kind, words = CASES[case]
-    model = _sharded(tiny_model(FAMILIES.get(case, "llama")))
+    plain = tiny_model(FAMILIES.get(case, "llama"))
+    model = fs.shard_model(plain, mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     options = cause(model, optimizer) or {}
     with pytest.raises(kind, match=words):
@@ -374,13 +364,14 @@ def test_refused_on_all_ranks(case: str) -> None:
 def test_one_process_trains_what_it_is_given() -> None:
     model, scale = tiny_model("llama"), nn.Parameter(torch.ones(()))
     model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
-    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     before = model.lm_head.weight.detach().clone()
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         return scale * fs.loss_sum(model, batch)[0]
 
-    fs.train_step(model, ragged_batches(2), optimizer, loss_fn=loss)
+    fs.train_step(
+        model, ragged_batches(2), torch.optim.SGD([*model.parameters(), scale], lr=0.1), loss_fn=loss
+    )
     assert scale != 1.0
     assert torch.equal(before, model.lm_head.weight)
 

@@ -16,29 +16,30 @@ from tests.harness.ranks import mesh_here, on_ranks
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks(timeout=60)
 def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
-    rank = dist.get_rank()
-    batches = ragged_batches(5)
+    rank, batches = dist.get_rank(), ragged_batches(5)
     expected = float(oracle_loss(tiny_model("gpt2").eval(), batches).detach())
     model = fs.shard_model(tiny_model("gpt2"), mesh=mesh_here(), mp_policy=FLOAT32)
     shares = {0: batches[:3], 1: batches[3:]}.get(rank, [])
     for share in (shares, batches if rank == ranks - 1 else []):
         model.transformer.h[0].eval()
         result = fs.evaluate(model, iter(share))
-        assert result.loss == pytest.approx(expected, rel=1e-6)
-        assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
-        assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+        assert (result.loss, result.perplexity, result.num_targets) == (
+            pytest.approx(expected, rel=1e-6),
+            pytest.approx(math.exp(expected), rel=1e-5),
+            sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches),
+        )
         assert model.training
         assert not model.transformer.h[0].training, "each module's own mode is restored"
         assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
     # A rank that has run out needs no batch of the others': these cannot be sent.
     noted = [{**batch, "note": lambda: None} for batch in shares + shares[:1]]
-    uneven = noted if rank == 0 else noted[:1]
 
     def without_note(model: Any, batch: Any) -> torch.Tensor:
         return fs.loss_sum(model, {name: value for name, value in batch.items() if name != "note"})[0]
 
     if ranks == 2:
-        assert fs.evaluate(model, uneven, loss_fn=without_note).num_targets > 0
+        own = noted if rank == 0 else noted[:1]
+        assert fs.evaluate(model, own, loss_fn=without_note).num_targets > 0
     with pytest.raises(ValueError, match="no target on any rank"):
         fs.evaluate(model, batches[-1:] if rank == 0 else [])
 
@@ -73,8 +74,7 @@ def _one_way(model: Any, batches: list[Any]) -> float:
     with torch.no_grad():
         for batch in batches:
             labels = batch["labels"][:, 1:]
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            logits = model(**inputs).logits[:, :-1]
+            logits = model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits[:, :-1]
             counts = labels != -100
             right += int(((logits.argmax(-1) == labels) & counts).sum())
             targets += int(counts.sum())
@@ -107,13 +107,13 @@ def test_it_is_that_of_plain_logits_and_counts_shared_rows_once(family: str, imp
     sharing_rows(model, mesh_here(cp=cp))
     fs.prepare_loss(model, impl=impl)
     weighted = [{**batch, "loss_weights": torch.rand(batch["labels"].shape)} for batch in own]
-    for window in (own, weighted):
-        assert fs.evaluate(model, window).token_accuracy == pytest.approx(expected[0], abs=1e-12)
-    # Ranks with unequal numbers of batches: all of one rank's, and the first of the others'.
-    uneven = batches[::2] if rank == 0 else []
-    assert fs.evaluate(model, uneven).token_accuracy == pytest.approx(expected[1], abs=1e-12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for window in (own, weighted):
-        assert fs.train_step(model, window, optimizer).token_accuracy == pytest.approx(expected[0], abs=1e-12)
+        for result in (fs.evaluate(model, window), fs.train_step(model, window, optimizer)):
+            assert result.token_accuracy == pytest.approx(expected[0], abs=1e-12)
+    # Ranks with unequal numbers of batches: all of one rank's, and the first of the others'.
+    assert fs.evaluate(model, batches[::2] if rank == 0 else []).token_accuracy == pytest.approx(
+        expected[1], abs=1e-12
+    )
     result = fs.train_step(model, own, optimizer, loss_fn=lambda model, batch: fs.loss_sum(model, batch)[0])
     assert result.token_accuracy != result.token_accuracy  # nan: what a loss of one's own counts is not known

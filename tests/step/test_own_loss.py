@@ -51,11 +51,10 @@ def strange_model() -> Strange:
 
 
 def strange_batches(count: int) -> list[Pair]:
-    batches = []
-    for batch in ragged_batches(count):
-        labels = batch["labels"]
-        batches.append(Pair(batch["input_ids"][:, :-1], torch.where(labels == -100, -1, labels)[:, 1:]))
-    return batches
+    return [
+        Pair(batch["input_ids"][:, :-1], torch.where(batch["labels"] == -100, -1, batch["labels"])[:, 1:])
+        for batch in ragged_batches(count)
+    ]
 
 
 def strange_loss(model: nn.Module, batch: Pair) -> torch.Tensor:
@@ -68,24 +67,18 @@ def strange_count(batch: Pair) -> int:
     return int((batch.targets != -1).sum())
 
 
-def _t5_batches() -> list[dict[str, Any]]:
-    """An encoder-decoder's: labels of another length than the inputs, and not shifted."""
-    return [
-        {**batch, "labels": torch.where(batch["labels"] == -100, -100, batch["labels"])[:, 2:].contiguous()}
-        for batch in ragged_batches(4)
-    ]
-
-
 def _t5_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    logits = model(**batch).logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return F.cross_entropy(
+        model(**batch).logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
 
 
 CASES: dict[str, Any] = {
     "strange": (strange_model, strange_batches(4), strange_loss, strange_count),
     "encoder-decoder": (
         lambda: tiny_model("t5"),
-        _t5_batches(),
+        # Labels of another length than the inputs, and not shifted.
+        [{**batch, "labels": batch["labels"][:, 2:].contiguous()} for batch in ragged_batches(4)],
         _t5_loss,
         lambda batch: int((batch["labels"] != -100).sum()),
     ),
@@ -104,32 +97,29 @@ CASES: dict[str, Any] = {
 def test_a_loss_of_ones_own_equals_the_single_process(
     kind: str, ranks: int, mesh_shape: dict[str, int], grad_sync: str
 ) -> None:
-    rank = dist.get_rank()
     make, batches, loss_fn, count_fn = CASES[kind]
-    plain = make()
+    plain, gradients = make(), dict[str, torch.Tensor]()
     model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     count = sum(count_fn(batch) for batch in batches)
-    loss = sum(loss_fn(plain, batch) for batch in batches) / count
-    loss.backward()
-    expected = {name: p.grad.clone() for name, p in plain.named_parameters() if p.grad is not None}
-    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    losses = (loss_fn(plain, batch) / count for batch in batches)
+    beside = torch.optim.SGD(plain.parameters(), lr=1.0)
+    loss, norm = step_of(plain, losses, [beside], max_norm=0.1, keep=gradients)
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     functions = {"loss_fn": loss_fn, "count_fn": count_fn}
-    (window,) = fs.windows(batches[rank::ranks], 4)
+    (window,) = fs.windows(batches[dist.get_rank() :: ranks], 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     result = fs.train_step(model, window, optimizer, max_grad_norm=0.1, grad_sync=grad_sync, **functions)
-    assert result.loss == pytest.approx(float(loss), rel=1e-6)
-    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-    assert result.num_targets == count
-    moved = {name: (before[name] - full(p)) * norm / 0.1 for name, p in model.named_parameters()}
-    assert largest_error({name: moved[name] for name in expected}, expected) <= 1e-4
+    assert (result.loss, result.grad_norm, result.num_targets) == (
+        pytest.approx(loss, rel=1e-6),
+        pytest.approx(norm, rel=1e-5),
+        count,
+    )
+    moved = {name: before[name] - full(p) for name, p in model.named_parameters() if name in gradients}
+    assert largest_error(moved, gradients) <= 1e-4
     with torch.no_grad():
-        plain.eval()
-        loss = sum(float(loss_fn(plain, batch)) for batch in batches) / count
-    result = fs.evaluate(model, batches if rank == 0 else [], **functions)
-    assert result.loss == pytest.approx(loss, rel=1e-5)
-    assert result.num_targets == count
+        loss = sum(float(loss_fn(plain.eval(), batch)) for batch in batches) / count
+    result = fs.evaluate(model, batches if dist.get_rank() == 0 else [], **functions)
+    assert (result.loss, result.num_targets) == (pytest.approx(loss, rel=1e-5), count)
     # Nothing counted on any rank: the step is skipped.
     result = fs.train_step(model, window, optimizer, loss_fn=loss_fn, count_fn=lambda batch: 0)
     assert result.skip_reason == "no targets"
@@ -168,30 +158,33 @@ def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -
             fs.BatchError,
             "of a token at least, got .*input_ids",
         ),
+        (
+            {
+                "micro_batches": [{"idx": window[0].idx}] if rank else window,
+                "loss_fn": strange_loss,
+                "count_fn": lambda batch: 1,
+            },
+            fs.BatchError,
+            "micro-batch 0: a Pair of 2 and idx, on ranks 0 and 1",
+        ),
     ):
         with pytest.raises(error, match=message):
             fs.train_step(model, **{"micro_batches": window, "optimizer": optimizer, **options})
-    other = [{"idx": window[0].idx}] if rank else window
-    with pytest.raises(fs.BatchError, match="micro-batch 0: a Pair of 2 and idx, on ranks 0 and 1"):
-        fs.train_step(model, other, optimizer, loss_fn=strange_loss, count_fn=lambda batch: 1)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "logits"])
 def test_shift_labels_are_the_targets_of_each_position(impl: Any) -> None:
-    model = tiny_model("llama")
-    batch = ragged_batches(2)[0]
+    model, batch = tiny_model("llama"), ragged_batches(2)[0]
     # The last position has a target too, as it has in a slice of a longer sequence.
     shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     shifted[:, -1] = torch.tensor([7, 9])
     both = {**batch, "shift_labels": shifted}
-    own = model(**both).loss  # transformers reads shift_labels and leaves the labels alone
-    count = int((shifted != -100).sum())
+    own = float(model(**both).loss)  # transformers reads shift_labels and leaves the labels alone
     for given in (both, {k: v for k, v in both.items() if k != "labels"}):
         total, targets = fs.loss_sum(with_loss(model, impl=impl), given)
         result = fs.train_step(model, [given], torch.optim.SGD(model.parameters(), lr=0.0))
-        assert fs.count_targets([given]) == targets == result.num_targets == count
-        assert float(total / targets) == pytest.approx(float(own), rel=1e-6)
-        assert result.loss == pytest.approx(float(own), rel=1e-6)
+        assert fs.count_targets([given]) == targets == result.num_targets == int((shifted != -100).sum())
+        assert (float(total / targets), result.loss) == pytest.approx((own, own), rel=1e-6)
     with pytest.raises(fs.BatchError, match=r"shift_labels .* must be aligned"):
         fs.loss_sum(with_loss(model, impl=impl), {**batch, "shift_labels": shifted[:, :-1]})
 
@@ -206,13 +199,11 @@ def test_rows_of_a_pack_stay_apart_in_a_loss_of_ones_own_that_leaves_caches_on(f
     model = tiny_model(family).eval()
     assert model.config.use_cache
     rows = drawn_rows(6)
-    loss, _ = gradients_of_separate_rows(model, rows)
-    pack = fs.PackedCollator(max_length=200)(rows)
-    targets = int(pack["labels"][:, 1:].ne(-100).sum())
-    assert fs.evaluate(model, [pack], loss_fn=_of_logits).loss == pytest.approx(loss / targets, rel=1e-5)
+    pack, (loss, _) = fs.PackedCollator(max_length=200)(rows), gradients_of_separate_rows(model, rows)
+    expected = pytest.approx(loss / int(pack["labels"][:, 1:].ne(-100).sum()), rel=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    result = fs.train_step(model, [pack], optimizer, loss_fn=_of_logits)
-    assert result.loss == pytest.approx(loss / targets, rel=1e-5)
+    assert fs.evaluate(model, [pack], loss_fn=_of_logits).loss == expected
+    assert fs.train_step(model, [pack], optimizer, loss_fn=_of_logits).loss == expected
     assert model.config.use_cache, "the model is left as it was"
 
 
@@ -253,11 +244,10 @@ def _nested(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _padded(batch: Any) -> dict[str, torch.Tensor]:
     ids = batch["input_ids"].to_padded_tensor(0)
     lengths = batch["input_ids"].offsets().diff()
-    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return {
         "input_ids": ids,
         "labels": batch["labels"].to_padded_tensor(-100),
-        "attention_mask": mask.long(),
+        "attention_mask": (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long(),
     }
 
 
@@ -267,42 +257,40 @@ KINDS: dict[str, tuple[Any, type, Any]] = {
     "own": (OwnBatch, OwnBatch, lambda batch: batch.tensors),
 }
 if tensordict is not None:
-    KINDS["tensordict"] = (
-        lambda batch: tensordict.TensorDict(dict(batch), batch_size=[len(batch["input_ids"])]),
-        tensordict.TensorDict,
-        lambda batch: dict(batch.items()),
-    )
-    KINDS["tensordict of nested"] = (
-        lambda batch: tensordict.TensorDict(_nested(batch), batch_size=[len(batch["input_ids"])]),
-        tensordict.TensorDict,
-        _padded,
-    )
+    KINDS |= {
+        "tensordict": (
+            lambda batch: tensordict.TensorDict(dict(batch), batch_size=[len(batch["input_ids"])]),
+            tensordict.TensorDict,
+            lambda batch: dict(batch.items()),
+        ),
+        "tensordict of nested": (
+            lambda batch: tensordict.TensorDict(_nested(batch), batch_size=[len(batch["input_ids"])]),
+            tensordict.TensorDict,
+            _padded,
+        ),
+    }
 
 
-def _train(kind: str | None) -> list[float]:
-    model = tiny_model("llama")
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
+def _train(kind: str) -> list[float]:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    make, cls, read = KINDS.get(kind, (dict, dict, dict))
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        assert type(batch) is cls
+        plain = read(batch)
+        assert plain["input_ids"].device == device_here()
+        return fs.token_losses(model, plain).sum()
+
+    def count_fn(batch: Any) -> int:
+        return int((read(batch)["labels"][:, 1:] != -100).sum())
+
+    own = {"loss_fn": loss_fn, "count_fn": count_fn} if kind in KINDS else {}
     losses = []
     for step in range(2):
-        window = ragged_batches(2 * ranks, seed=step)[rank::ranks]
-        if kind is None:
-            losses.append(fs.train_step(model, window, optimizer).loss)
-            continue
-        make, cls, read = KINDS[kind]
-        given = [make(batch) for batch in window]
-
-        def loss_fn(model: Any, batch: Any, cls: type = cls, read: Any = read) -> torch.Tensor:
-            assert type(batch) is cls
-            plain = read(batch)
-            assert plain["input_ids"].device == device_here()
-            return fs.token_losses(model, plain).sum()
-
-        def count_fn(batch: Any, read: Any = read) -> int:
-            return int((read(batch)["labels"][:, 1:] != -100).sum())
-
-        losses.append(fs.train_step(model, given, optimizer, loss_fn=loss_fn, count_fn=count_fn).loss)
+        given = [make(batch) for batch in ragged_batches(2 * ranks, seed=step)[rank::ranks]]
+        losses.append(fs.train_step(model, given, optimizer, **own).loss)
         if kind == "encoding":
             assert given[0].input_ids.device.type == "cpu", "the caller's batch stays where it was"
     return losses
@@ -312,7 +300,7 @@ def _train(kind: str | None) -> list[float]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks()
 def test_they_train_as_padded_ones_do(ranks: int) -> None:
-    expected = _train(None)
+    expected = _train("padded")
     for kind in KINDS:
         assert _train(kind) == pytest.approx(expected, rel=1e-6), kind
 
@@ -356,18 +344,10 @@ def _dpo(losses_of: LossesOf, model: Any, reference: Any, pairs: Any) -> Any:
     return -F.logsigmoid(margin).sum(), metrics
 
 
-def _num_pairs(pairs: Any) -> int:
-    return len(pairs["chosen"]["input_ids"])
-
-
 def _weights(batch: Any) -> torch.Tensor:
     """A weight of each label, by the batch alone: of either sign."""
     labels = batch["labels"]
     return torch.where(labels == -100, 0.0, (labels % 5).double() - 1.0)
-
-
-def _weighted_rows(seed: int) -> Any:
-    return batch_of(rows_of([6, 15, 1, 9], seed=seed), PADDED)
 
 
 def _weighted(losses_of: LossesOf, model: Any, reference: Any, batch: Any) -> Any:
@@ -382,8 +362,12 @@ def _size_of_weights(batch: Any) -> float:
 
 # (loss and metrics by whichever losses of tokens, batches by a seed, their count).
 OF_TOKENS: dict[str, Any] = {
-    "dpo": (_dpo, _pairs, _num_pairs),
-    "weighted": (_weighted, _weighted_rows, _size_of_weights),
+    "dpo": (_dpo, _pairs, lambda pairs: len(pairs["chosen"]["input_ids"])),
+    "weighted": (
+        _weighted,
+        lambda seed: batch_of(rows_of([6, 15, 1, 9], seed=seed), PADDED),
+        _size_of_weights,
+    ),
 }
 
 
@@ -411,21 +395,19 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
             found = [oracle(plain, known, batch) for batch in everything]
             divisor = sum(count(batch) for batch in everything)
             loss = sum(one for one, _ in found) / divisor
-            total, norm = step_of(plain, [loss], [other], max_norm=1.0)
-            assert result.loss == pytest.approx(total, rel=1e-9), step
-            assert result.grad_norm == pytest.approx(norm, rel=1e-9), step
-            assert result.target_weight == pytest.approx(divisor, rel=1e-12)
-            assert result.num_targets == round(divisor)
+            expected = step_of(plain, [loss], [other], max_norm=1.0)
+            assert (result.loss, result.grad_norm) == pytest.approx(expected, rel=1e-9), step
+            assert (result.target_weight, result.num_targets) == (
+                pytest.approx(divisor, rel=1e-12),
+                round(divisor),
+            )
             assert result.metrics == pytest.approx(
                 {name: sum(float(m[name]) for _, m in found) / divisor for name in found[0][1]}, rel=1e-9
             )
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(
-                full(parameter), dict(plain.named_parameters())[name], rtol=0, atol=1e-9
-            )
-        uneven = batches[share][: 1 + (share == 0)]
-        seen = [batch for s in range(shares) for batch in batches[s][: 1 + (s == 0)]]
-        evaluated = fs.evaluate(model, uneven, **functions)
+        trained = {name: full(parameter) for name, parameter in model.named_parameters()}
+        torch.testing.assert_close(trained, dict(plain.named_parameters()), rtol=0, atol=1e-9)
+        seen = [batch for s in range(shares) for batch in batches[s][: 1 + (s == 0)]]  # uneven
+        evaluated = fs.evaluate(model, batches[share][: 1 + (share == 0)], **functions)
         with torch.no_grad():
             found = [oracle(plain.eval(), known, batch) for batch in seen]
         divisor = sum(count(batch) for batch in seen)
@@ -438,32 +420,26 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
 @on_ranks(2, timeout=60)
 def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
     model = sharing_rows(tiny_model("qwen3"), mesh_here(cp=2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = batch_of(rows_of([6, 15, 1, 9]), PADDED)
 
-    def raw(model: Any, batch: Any) -> torch.Tensor:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return F.cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
-        )
-
     with pytest.raises(fs.UnsupportedModelError, match=r"called by itself in training.*token_losses"):
-        fs.train_step(model, [batch], optimizer, loss_fn=raw)
+        fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=_of_logits)
     plain = fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.0))
     counted = fs.train_step(
         model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), count_fn=lambda batch: 2.5
     )
-    assert counted.loss == pytest.approx(plain.loss * plain.num_targets / 2.5, rel=1e-6)
-    assert counted.target_weight == 2.5
+    assert (counted.loss, counted.target_weight) == (
+        pytest.approx(plain.loss * plain.num_targets / 2.5, rel=1e-6),
+        2.5,
+    )
     for whole in (lambda m, b: fs.token_losses(m, b).sum(), lambda m, b: fs.loss_sum(m, b)[0]):
         own = fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), loss_fn=whole)
-        assert own.loss == pytest.approx(plain.loss, rel=1e-6)
-        assert own.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
-        assert (own.num_targets, own.num_tokens) == (plain.num_targets, plain.num_tokens)
-
-
-def _num_rows(batch: Any) -> int:
-    return len(batch["labels"])
+        assert (own.loss, own.grad_norm, own.num_targets, own.num_tokens) == (
+            pytest.approx(plain.loss, rel=1e-6),
+            pytest.approx(plain.grad_norm, rel=1e-5),
+            plain.num_targets,
+            plain.num_tokens,
+        )
 
 
 @on_ranks(2, timeout=60)
@@ -480,7 +456,9 @@ def test_metrics_are_summed_over_window_and_ranks() -> None:
         return fs.token_losses(model, batch).sum(), metrics | ({"first's": 16.0} if rank == 0 else {})
 
     for _ in range(2):
-        result = fs.train_step(model, batches, optimizer, loss_fn=some, count_fn=_num_rows)
+        result = fs.train_step(
+            model, batches, optimizer, loss_fn=some, count_fn=lambda batch: len(batch["labels"])
+        )
         assert result.metrics == {"both": 0.5, "first's": 4.0, "ones": 1.0}
     assert len(calls) == 2 * len(batches)
     assert fs.train_step(model, batches, optimizer).metrics == {}

@@ -1,6 +1,5 @@
 """use_varlen_attention: the same results, nothing computed between rows, and its limits."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 import fsdp_sft as fs
 from fsdp_sft.attention.varlen import attention
 from tests.harness.architectures import class_names, tiny_architecture
-from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
+from tests.harness.models import TINY, VOCAB, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "gpt2", "mixtral"]
@@ -41,8 +40,7 @@ def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, dict[s
 
 
 def packed(count: int = 6, *, seed: int = 3, longest: int = 24, **options: Any) -> dict[str, torch.Tensor]:
-    rows = drawn_rows(count, seed=seed, longest=longest)
-    return fs.PackedCollator(max_length=4096, **options)(rows)
+    return fs.PackedCollator(max_length=4096, **options)(drawn_rows(count, seed=seed, longest=longest))
 
 
 # --- the same results -------------------------------------------------------------------------------------
@@ -63,9 +61,19 @@ def test_gradients_of_a_pack_are_the_sum_over_its_rows(
     actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert float(packed_loss.detach()) == pytest.approx(loss, rel=1e-6)
     assert largest_error(actual, expected) < 1e-6
-    assert len(masks[-3:]) == 3
-    assert all(isinstance(mask, attention.RowMask) for mask in masks[-3:])
+    assert [isinstance(mask, attention.RowMask) for mask in masks[-3:]] == [True] * 3
     assert fs.verify_packing(model, max_length=100).error < 2e-6
+
+
+def _inputs(model: Any, positions: torch.Tensor) -> dict[str, Any]:
+    """What transformers' functions make a mask of."""
+    return {
+        "config": model.config,
+        "inputs_embeds": torch.zeros(*positions.shape, 8),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": positions,
+    }
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 400])
@@ -75,16 +83,13 @@ def test_rows_are_those_of_the_mask_that_transformers_makes(
 ) -> None:
     monkeypatch.setattr(attention, "_SLAB", slab)
     model = tiny_model("gemma3", **({"sliding_window": window} if window else {}))
-    config = model.config
-    config._attn_implementation = "sdpa"
     make = create_sliding_window_causal_mask if window else create_causal_mask
     for seed in range(4):
         sequences = [packed(5, seed=10 * seed + i)["position_ids"][0] for i in range(3)]
         width = min(map(len, sequences))
         positions = torch.stack([sequence[:width] for sequence in sequences])
-        inputs = {"inputs_embeds": torch.zeros(3, width, 8), "attention_mask": None, "past_key_values": None}
-        inputs |= {"config": config, "position_ids": positions}
-        config._attn_implementation = "sdpa"
+        inputs = _inputs(model, positions)
+        model.config._attn_implementation = "sdpa"
         expected = make(**inputs)
         fs.use_varlen_attention(model)
         rows = make(**inputs)
@@ -102,15 +107,12 @@ def test_rows_are_those_of_the_mask_that_transformers_makes(
 
 def test_a_mask_that_is_not_by_rows_stays_a_mask() -> None:
     model = tiny_model("llama")
-    positions = packed()["position_ids"]
-    inputs = {"inputs_embeds": torch.zeros(1, positions.shape[1], 8), "attention_mask": None}
-    inputs |= {"config": model.config, "past_key_values": None, "position_ids": positions}
-    overlays = {
+    inputs = _inputs(model, packed()["position_ids"])
+    for name, overlay in {
         "both ways in the first tokens": {"or_mask_function": lambda b, h, q, k: (q < 9) & (k < 9)},
         "every other key": {"and_mask_function": lambda b, h, q, k: (q - k) % 2 == 0},
         "no first key": {"and_mask_function": lambda b, h, q, k: k > 0},
-    }
-    for name, overlay in overlays.items():
+    }.items():
         model.set_attn_implementation("sdpa")
         expected = create_causal_mask(**inputs, **overlay)
         fs.use_varlen_attention(model)
@@ -135,10 +137,8 @@ def test_padded_batches_and_generation_are_those_of_sdpa(family: str, masks: lis
 
     expected = run()
     fs.use_varlen_attention(model)
-    for a, b in zip(run(), expected, strict=True):
-        assert torch.equal(a, b)
-    assert masks
-    assert not any(isinstance(mask, attention.RowMask) for mask in masks)
+    torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+    assert {isinstance(mask, attention.RowMask) for mask in masks} == {False}
 
 
 def _embedding(model: Any) -> str:
@@ -158,9 +158,7 @@ def test_nothing_is_computed_between_rows(monkeypatch: pytest.MonkeyPatch) -> No
         return plain(query, key, *args, **kwargs)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
-    model = tiny_model("llama", attn_implementation="sdpa")
-    batch = packed(10, longest=200)
+    model, batch = tiny_model("llama", attn_implementation="sdpa"), packed(10, longest=200)
     width = batch["input_ids"].shape[1]
     gradients(model, batch)  # the first time with a probe of how the model computes its logits
     shapes.clear()
@@ -213,12 +211,10 @@ def reference_varlen_attn(
 ) -> torch.Tensor:
     """What torch documents: ``(T, heads, D)``, rows by cumulative lengths, windows as (left, right)."""
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]
-    assert query.stride(-1) == 1
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert torch.equal(cu_seq_q, cu_seq_k)
     assert max_q == max_k == int(cu_seq_q.diff().max())
-    assert cu_seq_q[-1] == len(query)
-    assert window_size[1] == 0
+    assert (query.stride(-1), int(cu_seq_q[-1]), window_size[1]) == (1, len(query), 0)
     assert enable_gqa or query.shape[1] == key.shape[1]
     outs = []
     for begin, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
@@ -243,26 +239,18 @@ def test_arguments_of_the_cuda_kernel(family: str, monkeypatch: pytest.MonkeyPat
     model = tiny_model(family, attn_implementation="sdpa").to(torch.bfloat16)
     batch = packed(12, longest=40)
     loss, expected = gradients(model, batch)
-    expected = copy.deepcopy(expected)
     fs.use_varlen_attention(model)
     fs.verify_packing(model, max_length=64)  # which the first pack would do
     calls.clear()
     actual_loss, actual = gradients(model, batch)
-    assert len(calls) == 3
-    assert {call["window_size"][0] for call in calls} == (
-        {-1} if family != "gemma3" else {_window(model) - 1}
-    )
+    window = model.config.sliding_window - 1 if family == "gemma3" else -1
+    assert family != "gemma3" or set(model.config.layer_types) == {"sliding_attention"}
+    assert [call["window_size"][0] for call in calls] == [window] * 3
     assert actual_loss == pytest.approx(loss, rel=1e-2)
-    widen = [{n: g.float() for n, g in some.items()} for some in (actual, expected)]
-    assert largest_error(*widen) < 4e-2
+    assert largest_error(*[{n: g.float() for n, g in some.items()} for some in (actual, expected)]) < 4e-2
     model.float()
     gradients(model, batch)
     assert len(calls) == 3, "the kernel takes no float32"
-
-
-def _window(model: Any) -> int:
-    assert set(model.config.layer_types) == {"sliding_attention"}
-    return int(model.config.sliding_window)
 
 
 def test_what_sdpa_refuses_is_refused_before_the_kernel_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,12 +286,10 @@ def test_values_shorter_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_whose_attention_cannot_be_replaced_are_refused() -> None:
     with pytest.raises(TypeError, match="needs a transformers model, got Linear"):
         fs.use_varlen_attention(torch.nn.Linear(2, 2))
-    small = {"vocab_size": VOCAB, "hidden_size": 32}
-    bloom = tf.BloomForCausalLM(tf.BloomConfig(**small, n_layer=2, n_head=4))
-    sinks = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    sinks |= {"intermediate_size": 48, "num_local_experts": 2}
-    gpt_oss = tf.GptOssForCausalLM(tf.GptOssConfig(**small, **sinks))
-    for model in (bloom, gpt_oss):
+    for model in (
+        tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)),
+        tf.GptOssForCausalLM(tf.GptOssConfig(**TINY, num_hidden_layers=2, head_dim=8, num_local_experts=2)),
+    ):
         with pytest.raises(ValueError, match=r"runs eager attention, .* does not let it run 'sdpa'"):
             fs.use_varlen_attention(model)
         assert model.config._attn_implementation == "eager"

@@ -91,12 +91,7 @@ def _is_in_bad_fork():
     return False
 
 
-def device_count():
-    return _C.device_count()
-
-
-def current_device():
-    return _C.current_device()
+device_count, current_device = _C.device_count, _C.current_device
 
 
 def set_device(device):
@@ -133,11 +128,10 @@ def get_device_capability(device=None):
 
 
 def get_device_properties(device=None):
-    index = _index(device)
     major, minor = get_device_capability(device)
     return types.SimpleNamespace(
         name=get_device_name(device),
-        uuid=f"simulated-{index}",
+        uuid=f"simulated-{_index(device)}",
         total_memory=mem_get_info(device)[1],
         major=major,
         minor=minor,
@@ -160,18 +154,9 @@ empty_cache = torch.accelerator.empty_cache
 memory_allocated = torch.accelerator.memory_allocated
 max_memory_allocated = torch.accelerator.max_memory_allocated
 memory_reserved = torch.accelerator.memory_reserved
-
-
-def mem_get_info(device=None):
-    return torch.accelerator.get_memory_info(_index(device))
-
-
-def memory_stats(device=None):
-    return torch.accelerator.memory_stats(_index(device))
-
-
-def reset_peak_memory_stats(device=None):
-    torch.accelerator.reset_peak_memory_stats(_index(device))
+mem_get_info = torch.accelerator.get_memory_info
+memory_stats = torch.accelerator.memory_stats
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
 
 
 # ---------------------------------------------------------------- random numbers
