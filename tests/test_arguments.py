@@ -67,8 +67,7 @@ def test_what_a_template_does_not_print() -> None:
     row: dict[str, Any] = {"messages": [{"role": "user", "content": "q"}, answer]}
     with pytest.raises(fs.ChatTemplateError, match="does not print the reasoning of message 1, 'why'"):
         fs.encode_chat(row, CHATML, chat_template=OWN)
-    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
-    row = {**chat("q", "a"), "tools": [tool]}
+    row = {**chat("q", "a"), "tools": [{"type": "function", "function": {"name": "find", "parameters": {}}}]}
     with pytest.warns(UserWarning, match="or the tools, so the model is trained without"):
         fs.encode_chat(row, CHATML, chat_template=OWN)
     with warnings.catch_warnings():

@@ -51,9 +51,13 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     # The evaluation forward leaves the root gathered unless someone reshards it: saving comes right after.
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4]]))
-    state = {"scheduler": scheduler.state_dict()}
     fs.save_checkpoint(
-        root, 3, model=model, optimizer=optimizer, train_state=state, include_base=packed is not None
+        root,
+        3,
+        model=model,
+        optimizer=optimizer,
+        train_state={"scheduler": scheduler.state_dict()},
+        include_base=packed is not None,
     )
     rest = _steps(model, optimizer, scheduler, windows[3:])
     assert all(math.isfinite(loss) and norm > 0 for loss, norm in first + rest)

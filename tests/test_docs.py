@@ -204,8 +204,10 @@ def _uri(page: Path) -> str:
 
 def _leads_to(page: Path) -> set[Path]:
     """Pages that the text of a page links to."""
-    targets = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
-    return {(page.parent / target).resolve() for target in targets}
+    return {
+        (page.parent / target).resolve()
+        for target in re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
+    }
 
 
 def test_the_index_has_every_public_name_once() -> None:
@@ -234,8 +236,9 @@ def test_every_page_is_two_clicks_from_the_first() -> None:
 
 
 def test_every_file_of_results_is_on_the_page_of_measurements() -> None:
-    results = {path for path in _leads_to(DOCS / "measurements.md") if DOCS not in path.parents}
-    assert results == set((ROOT / "benchmarks/results").glob("*.md"))
+    assert {path for path in _leads_to(DOCS / "measurements.md") if DOCS not in path.parents} == set(
+        (ROOT / "benchmarks/results").glob("*.md")
+    )
 
 
 def _table(page: Path, begins: str) -> list[list[str]]:

@@ -52,16 +52,21 @@ def test_the_precision_is_the_one_asked_for_or_the_fast_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    context = SimpleNamespace(device=torch.device(device), is_main=True)
-    assert script("minimal_sft").compute_dtype(choice, context) == dtype
+    assert (
+        script("minimal_sft").compute_dtype(
+            choice, SimpleNamespace(device=torch.device(device), is_main=True)
+        )
+        == dtype
+    )
     assert capsys.readouterr().out == said
 
 
 def _dtype_where_rank_1_is_slow() -> torch.dtype:
     rank = dist.get_rank()
     torch.cpu.get_capabilities = lambda: {"avx512_bf16": rank == 0}
-    context = SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
-    return script("minimal_sft").compute_dtype("auto", context)
+    return script("minimal_sft").compute_dtype(
+        "auto", SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
+    )
 
 
 def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
@@ -257,5 +262,4 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
 ) -> None:
     model = tmp_path / "model"
     script("tiny_model").make_tiny_model(model, ["Here we go."], max_length=128)
-    text = _alone(tmp_path / "out", *[word.format(model=model) for word in arguments], code=1)
-    assert reason in text
+    assert reason in _alone(tmp_path / "out", *[word.format(model=model) for word in arguments], code=1)

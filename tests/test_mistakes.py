@@ -54,13 +54,13 @@ def _save(root: str, own_state: bool) -> None:
 @pytest.mark.parametrize("own_state", [True, False])
 def test_a_resume_on_other_ranks_says_what_becomes_of_the_batch(own_state: bool, tmp_path: Path) -> None:
     run_distributed(_save, 2, str(tmp_path), own_state)
-    words = r"saved by 2 ranks and is loaded by 1: .* has 0\.5 times as many rows"
-    with pytest.warns(UserWarning, match=words) as told:
+    with pytest.warns(
+        UserWarning, match=r"saved by 2 ranks and is loaded by 1: .* has 0\.5 times as many rows"
+    ) as told:
         loaded = fs.load_checkpoint(tmp_path, model=tiny_model("llama", seed=5))
     assert len(told) == 1
     assert (loaded.world_size, loaded.rank_state) == (2, None)
-    expected = [{"position": 0}, {"position": 7}] if own_state else [None, None]
-    assert list(loaded.rank_states) == expected
+    assert list(loaded.rank_states) == ([{"position": 0}, {"position": 7}] if own_state else [None, None])
 
 
 def test_a_checkpoint_without_its_optimizer(tmp_path: Path) -> None:
@@ -98,8 +98,9 @@ def test_a_schedule_of_a_loaded_optimizer(tmp_path: Path, way: str, words: str |
     schedule = scheduled(optimizer)
     for _ in range(2):
         fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)
-    state = {"s": schedule.state_dict()}
-    fs.save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, train_state=state)
+    fs.save_checkpoint(
+        tmp_path, 2, model=model, optimizer=optimizer, train_state={"s": schedule.state_dict()}
+    )
     model, optimizer = begun()
     schedule = None if way == "made after the load" else scheduled(optimizer)
     loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
@@ -157,8 +158,11 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fs.build_meta_model("~/out")
     with fs.MetricLogger(jsonl="~/metrics.jsonl", stdout=False) as log:
         log.log({"loss": 1.0}, 1)
-    made = sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")
-    assert made == ["checkpoints", "metrics.jsonl", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        "checkpoints",
+        "metrics.jsonl",
+        "out",
+    ]
 
 
 def test_a_log_that_a_second_run_begins_anew(tmp_path: Path) -> None:

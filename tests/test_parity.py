@@ -39,8 +39,7 @@ def _sharded_gradients(
         losses.append(loss.item())
     total = torch.tensor(sum(losses) / mesh.size(), dtype=torch.float64)
     torch.distributed.all_reduce(total)
-    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return float(total), gradients
+    return float(total), {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _check_families(
@@ -131,8 +130,9 @@ def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int
             model = tiny_model("qwen2-tied")
             loss, gradients = oracle_gradients(model, batches)
             fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            result = fs.train_step(model, _own(batches), optimizer, grad_sync=grad_sync)
+            result = fs.train_step(
+                model, _own(batches), torch.optim.SGD(model.parameters(), lr=0.0), grad_sync=grad_sync
+            )
             assert result.loss == pytest.approx(loss, rel=1e-6), (mesh_shape, grad_sync)
             assert result.grad_norm == pytest.approx(_norm(gradients), rel=1e-6), (mesh_shape, grad_sync)
             assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
@@ -170,8 +170,7 @@ def test_window_without_targets_is_skipped_by_all() -> None:
     assert scheduler.last_epoch == 0
     assert _is_as(model, before)
     # One rank without targets is no reason to skip.
-    window = ragged_batches(2)[dist.get_rank() :][:1]
-    result = fs.train_step(model, window, optimizer, scheduler=scheduler)
+    result = fs.train_step(model, ragged_batches(2)[dist.get_rank() :][:1], optimizer, scheduler=scheduler)
     assert result.skipped is False
     assert scheduler.last_epoch == 1
     assert not _is_as(model, before)
@@ -193,8 +192,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
     changed = _values(model)
     # An inf in one rank's shard of one gradient: every rank skips, the scale falls, the schedule waits.
     bad = math.inf if dist.get_rank() == 1 else 1.0
-    norm = model.model.norm.weight
-    handle = norm.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(bad))
+    handle = model.model.norm.weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(bad))
     result = fs.train_step(model, window, optimizer, scaler=scaler, scheduler=scheduler)
     assert result.skip_reason == "inf gradients"
     assert scaler.get_scale() == 128.0

@@ -101,8 +101,7 @@ def test_a_resumed_loop_sees_the_rows_of_one_that_never_stopped(
     seen += _pass(loader, windows) if windows else []
     again, loader = KINDS[kind](1, 0)
     again.load_state_dict(keeper.state_dict())
-    begin = epochs if loop == "no set_epoch" else 0
-    for epoch in range(begin, 2):
+    for epoch in range(epochs if loop == "no set_epoch" else 0, 2):
         LOOPS[loop](again, epoch)
         if loop != "from the epoch that was restored" or epoch >= epochs:
             seen += _quietly(_pass, loader)

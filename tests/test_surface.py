@@ -176,8 +176,7 @@ def test_every_error_is_below_one_root_and_exported() -> None:
     for path, node in _nodes(ast.ClassDef):
         if any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases):
             assert path.name == "errors.py" or node.name in internal, f"{path.name}: {node.name}"
-    defined = [n for n, v in vars(fs.errors).items() if isinstance(v, type) and issubclass(v, Exception)]
-    for name in defined:
+    for name in [n for n, v in vars(fs.errors).items() if isinstance(v, type) and issubclass(v, Exception)]:
         error = getattr(fs, name)
         assert issubclass(error, fs.FsdpSftError), name
         builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]

@@ -337,5 +337,4 @@ def _export(draw: Draw, folder: Path, model: Any) -> Path:
             out.mkdir()
             (out / "notes.txt").write_text("of the caller")
         dist.barrier()
-    dtype = torch.float32 if draw["export"] == "float32" else torch.bfloat16
-    return fs.export_hf(model, out, dtype=dtype)
+    return fs.export_hf(model, out, dtype=torch.float32 if draw["export"] == "float32" else torch.bfloat16)

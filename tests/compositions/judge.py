@@ -142,8 +142,9 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
             assert torch.equal(ours.parameters[name], tensor), (
                 f"{name} is not bit for bit that of plain training"
             )
-    saved = draw["resume"] == "no" or last.steps == list(range(1, options.STEPS + 1))
-    assert saved, f"of the steps saved there are {last.steps}"
+    assert draw["resume"] == "no" or last.steps == list(range(1, options.STEPS + 1)), (
+        f"of the steps saved there are {last.steps}"
+    )
     if last.exported is not None:
         _check_export(draw, Path(last.exported), ours.parameters, exact_model, folder)
 
@@ -171,8 +172,9 @@ def _compare_trained(
     size = _largest if dtype == torch.float32 else _root_mean_square
     _close("the gradient of ", [run.gradients for run in runs], floor, size)
     # What Muon makes of a gradient that is nearly singular hangs on its last bits.
-    changes = [_change(run.parameters, run.start) for run in runs]
-    _close("the change of ", changes, 0.3 if muon else floor, size)
+    _close(
+        "the change of ", [_change(run.parameters, run.start) for run in runs], 0.3 if muon else floor, size
+    )
 
 
 def _is_exact(draw: Draw) -> bool:
@@ -292,5 +294,6 @@ def _check_export(draw: Draw, exported: Path, ours: Mapping[str, Any], exact: An
         error = _largest(found[name].double() - tensor.double()) / (float(tensor.abs().max()) or 1.0)
         allowed = 1e-6 if dtype == torch.float32 else 2**-8
         assert error <= allowed, f"the export's {name} is off by {error:.2e}"
-    kept = draw["export"] != "into a full folder" or (folder / "exported" / "notes.txt").exists()
-    assert kept, "the export deleted what was in the folder"
+    assert draw["export"] != "into a full folder" or (folder / "exported" / "notes.txt").exists(), (
+        "the export deleted what was in the folder"
+    )

@@ -60,8 +60,7 @@ def disturb(model: nn.Module, relative: float) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.rand(parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + relative * noise)
+            parameter.mul_(1 + relative * (torch.rand(parameter.shape, generator=generator) * 2 - 1))
 
 
 def is_random(name: str) -> bool:

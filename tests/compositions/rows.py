@@ -81,8 +81,7 @@ def weights_of(batch: dict[str, Any]) -> list[list[float]]:
 def _split(batch: dict[str, Any], key: str) -> list[Any]:
     ids, values = batch["input_ids"].tolist(), batch[key].tolist()
     if "position_ids" not in batch:
-        lengths = batch["attention_mask"].sum(1).tolist()
-        return [own[:n] for own, n in zip(values, lengths, strict=True)]
+        return [own[:n] for own, n in zip(values, batch["attention_mask"].sum(1).tolist(), strict=True)]
     starts = [place for place, position in enumerate(batch["position_ids"][0].tolist()) if position == 0]
     bounds = list(zip(starts, [*starts[1:], len(ids[0])], strict=True))
     return [values[0][a:b] for a, b in bounds if any(ids[0][a:b])]

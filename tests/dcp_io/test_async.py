@@ -98,10 +98,10 @@ def _errors_are_raised_once_on_all_ranks(root: str, model: Any, optimizer: Any) 
 
 
 def _best(root: str, model: Any) -> None:
-    metrics = [2.0, 1.0, float("nan"), 1.5, 1.0, None, float("inf"), 3, 2.5]
-    for step, metric in enumerate(metrics):
-        async_ = step % 2 == 1
-        fs.save_checkpoint(root, step, model=model, metric=metric, keep_last=2, keep_best=2, async_=async_)
+    for step, metric in enumerate([2.0, 1.0, float("nan"), 1.5, 1.0, None, float("inf"), 3, 2.5]):
+        fs.save_checkpoint(
+            root, step, model=model, metric=metric, keep_last=2, keep_best=2, async_=step % 2 == 1
+        )
     torch.distributed.barrier()
     assert [(i.step, i.metric) for i in fs.find_checkpoints(root)] == [(1, 1.0), (4, 1.0), (7, 3.0), (8, 2.5)]
     torch.distributed.barrier()
@@ -148,8 +148,7 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path, outcome: str, co
     assert ended.returncode == code, ended.stderr
     assert "the program ends" in ended.stdout
     assert ("asynchronous save failed" in ended.stderr) == ("No space left" in ended.stderr) == bool(code)
-    steps = [info.step for info in fs.find_checkpoints(tmp_path) if info.sound]
-    assert steps == ([] if code else [1])
+    assert [info.step for info in fs.find_checkpoints(tmp_path) if info.sound] == ([] if code else [1])
     assert [name for name in os.listdir(tmp_path) if name.startswith(".tmp")] == []
 
 
@@ -185,12 +184,10 @@ def _values(model: Any) -> dict[str, torch.Tensor]:
 def _train_on_while_saving(root: Path, async_: bool) -> dict[str, Any]:
     context = fs.init_distributed()
     torch.manual_seed(0)
-    mesh = fs.build_mesh()
-    model = fs.shard_model(tiny_model("llama").to(context.device), mesh=mesh)
+    model = fs.shard_model(tiny_model("llama").to(context.device), mesh=fs.build_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     ids = torch.arange(24, device=context.device).view(2, 12)
-    batch = {"input_ids": ids, "labels": ids}
-    fs.train_step(model, [batch], optimizer)
+    fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
     torch.rand(3, device=context.device)
     wrong: list[str] = []
     for step in (1, 2):  # the second in memory that the first has used

@@ -64,8 +64,10 @@ def _save(root: str, mesh_shape: dict[str, int] | None, family: str) -> None:
     saved = everything(model, optimizer)
     drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]
     losses = train(model, optimizer, 2, 2)
-    expected = {"state": saved, "drawn": drawn, "losses": losses, "after": everything(model, optimizer)}
-    torch.save(expected, f"{root}/expected-{this_rank()}")
+    torch.save(
+        {"state": saved, "drawn": drawn, "losses": losses, "after": everything(model, optimizer)},
+        f"{root}/expected-{this_rank()}",
+    )
 
 
 def _load(root: str, mesh_shape: dict[str, int] | None, family: str, prepare: str = "") -> None:
@@ -151,8 +153,7 @@ def _as_version_3(folder: Path) -> None:
     (folder / "INDEX.json").write_bytes(dumps(index))
     record = {"size": len(dumps(index)), "sha256": hashlib.sha256(dumps(index)).hexdigest()}
     body |= {"version": 3, "index": record}
-    signed = {**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}
-    (folder / "MANIFEST.json").write_bytes(dumps(signed))
+    (folder / "MANIFEST.json").write_bytes(dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}))
 
 
 def test_a_step_of_version_3_is_read(tmp_path: Path) -> None:
@@ -164,8 +165,7 @@ def test_a_step_of_version_3_is_read(tmp_path: Path) -> None:
     _as_version_3(tmp_path / "step-1")
     other = torch.nn.Linear(3, 2)
     resumed = torch.optim.AdamW(other.parameters())
-    loaded = fs.load_checkpoint(tmp_path, model=other, optimizer=resumed)
-    assert loaded.train_state == TRAIN_STATE
+    assert fs.load_checkpoint(tmp_path, model=other, optimizer=resumed).train_state == TRAIN_STATE
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
     state = tmp_path / "step-1" / "train_state.json"
@@ -251,8 +251,10 @@ def _save_for_torch(root: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     model, optimizer = _job(0, mesh)
     train(model, optimizer, 0, 2)
     fs.save_checkpoint(root, 2, model=model, optimizer=optimizer, rank_state={"rows": torch.arange(3)})
-    state = everything(model, optimizer)
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    return {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in everything(model, optimizer).items()
+    }
 
 
 def _load_by_torch(root: str, mesh: dict[str, int], expected: dict[str, Any]) -> None:

@@ -35,8 +35,7 @@ def _flip(path: Path, position: int) -> None:
 
 
 def _flip_rank_state(step: Path) -> None:
-    header = StoredFolder(step).header(SECOND)
-    _flip(step / SECOND, header.entries["rank.1"].start + 2)
+    _flip(step / SECOND, StoredFolder(step).header(SECOND).entries["rank.1"].start + 2)
 
 
 def _swap(step: Path) -> None:
@@ -305,8 +304,7 @@ def test_swapped_files_are_found_without_checksums(tmp_path: Path) -> None:
     run_distributed(_alike, 4, str(tmp_path), False)
     step = tmp_path / "step-1"
     names = [f"shards/{rank:05d}.safetensors" for rank in (1, 2)]
-    contents = [(step / name).read_bytes() for name in names]
-    for name, data in zip(names, contents[::-1], strict=True):
+    for name, data in zip(names, [(step / name).read_bytes() for name in names][::-1], strict=True):
         (step / name).write_bytes(data)
     # As if they had been of one size.
     sign(step, lambda raw: raw["files"].insert(1, raw["files"].pop(2)))

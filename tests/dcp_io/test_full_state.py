@@ -45,8 +45,9 @@ def test_any_model_comes_back(ranks: int, mesh_shape: Any, tmp_path: Path) -> No
     _forward(model)
     fs.save_full_state_dict(model, path)
     assert_same(_full(model), expected)
-    stored = load_file(path)
-    assert_same(stored, {name: tensor for name, tensor in expected.items() if name != "lm_head.weight"})
+    assert_same(
+        load_file(path), {name: tensor for name, tensor in expected.items() if name != "lm_head.weight"}
+    )
     other = _model(2, mesh_shape)
     _forward(other)
     fs.load_full_state_dict(other, path)

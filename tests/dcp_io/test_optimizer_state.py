@@ -218,8 +218,7 @@ def test_what_would_not_come_back_is_refused(tmp_path: Path) -> None:
         with pytest.raises(fs.UnstorableStateError, match=message):
             fs.save_full_state_dict(model, tmp_path / "model.safetensors")
     assert not (tmp_path / "steps").exists()
-    frozen = Secretive(2, 2).requires_grad_(False)
-    fs.save_checkpoint(tmp_path, 1, model=frozen)
+    fs.save_checkpoint(tmp_path, 1, model=Secretive(2, 2).requires_grad_(False))
 
 
 # --- optimizers ---

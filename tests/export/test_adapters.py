@@ -91,8 +91,7 @@ def _base() -> Any:
 def _adapted(kind: str, options: dict[str, Any]) -> Any:
     """A model whose adapters have values as after some steps."""
     torch.manual_seed(0)
-    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(_base(), config)
+    model = peft.get_peft_model(_base(), getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -125,8 +124,7 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
             merged = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
             assert float((_logits(merged) - logits).abs().max()) < 1e-4, name
             assert dict(fs.iter_hf_tensors(model, dtype=None)).keys() == merged.state_dict().keys(), name
-        adapter = fs.export_adapter(model, f"{folder}/{name} alone")
-        again = peft.PeftModel.from_pretrained(_base(), adapter)
+        again = peft.PeftModel.from_pretrained(_base(), fs.export_adapter(model, f"{folder}/{name} alone"))
         assert float((_logits(again) - logits).abs().max()) < 1e-5, name
         assert [id(module) for module in model.modules()] == [id(module) for module in modules], name
         assert_same(everything(model), state)

@@ -39,8 +39,9 @@ def _export_with_code(folder: Path, modules: Path, out: Path) -> None:
 
 
 def test_code_of_the_checkpoint_comes_along(tmp_path: Path) -> None:
-    folder = save_with_code(tmp_path / "model")
-    run_distributed(_export_with_code, 1, folder, tmp_path / "modules", tmp_path / "out")
+    run_distributed(
+        _export_with_code, 1, save_with_code(tmp_path / "model"), tmp_path / "modules", tmp_path / "out"
+    )
 
 
 def test_an_auto_map_names_nothing_that_is_not_there(tmp_path: Path) -> None:
@@ -51,8 +52,7 @@ def test_an_auto_map_names_nothing_that_is_not_there(tmp_path: Path) -> None:
         "AutoTokenizer": ["tokenization_own.OwnTokenizer", None],
     }
     configure(tmp_path / "model", auto_map=references)
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    out = fs.export_hf(model, tmp_path / "out")
+    out = fs.export_hf(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "out")
     assert _config_of(out)["auto_map"] == {
         "AutoModelForCausalLM": "someone/model--modeling_own.OwnForCausalLM"
     }
@@ -88,8 +88,7 @@ def test_a_model_of_another_kind_or_from_nowhere_takes_nothing(tmp_path: Path) -
     for number, name in enumerate([str(source), "", "no/such/name", "someone/never-cached"]):
         model = tiny_model("llama")
         model.config.name_or_path = name
-        out = fs.export_hf(model, tmp_path / f"out{number}")
-        assert not (out / "processor_config.json").exists()
+        assert not (fs.export_hf(model, tmp_path / f"out{number}") / "processor_config.json").exists()
 
 
 # --- what programs that know transformers 4 alone find in an export ----------------------------------------
@@ -124,8 +123,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def _tiny(family: str, **fields: Any) -> Any:
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
-    config = transformers.AutoConfig.for_model(family, **sizes, **fields)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **sizes, **fields)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -277,14 +277,17 @@ def _export_adapters(folder: str) -> None:
 
     tokenizer = byte_tokenizer("chatml")
     tokenizer.chat_template = None
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = fs.shard_model(fs.add_adapters(_model(), config), mesh=mesh_here())
+    model = fs.shard_model(
+        fs.add_adapters(_model(), peft.LoraConfig(r=2, target_modules=["q_proj"])), mesh=mesh_here()
+    )
     for name, export in (("merged", fs.export_hf), ("adapter", fs.export_adapter)):
         export(model, f"{folder}/{name}", tokenizer=tokenizer, chat_template=CHATML)
         torch.distributed.barrier()
         assert AutoTokenizer.from_pretrained(f"{folder}/{name}").get_chat_template() == CHATML
-        stops = GenerationConfig.from_pretrained(f"{folder}/{name}").eos_token_id
-        assert stops == [_trained_end(tokenizer, CHATML), OLD]
+        assert GenerationConfig.from_pretrained(f"{folder}/{name}").eos_token_id == [
+            _trained_end(tokenizer, CHATML),
+            OLD,
+        ]
 
 
 def test_adapters_on_two_ranks(tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def _json(path: Path) -> Any:
-    raw = json.loads(path.read_text())
-    return {key: value for key, value in raw.items() if key != "transformers_version"}
+    return {
+        key: value for key, value in json.loads(path.read_text()).items() if key != "transformers_version"
+    }
 
 
 # What transformers 4 reads, beside what `save_pretrained` writes: tests/export/test_carried.py.
@@ -66,8 +67,7 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
                 plain.save_pretrained(f"{name}-expected", max_shard_size=size)
             model = tiny_model(family, seed=3).to(device_here())
             if mesh_shape is not None:
-                mesh = mesh_here(**mesh_shape)
-                fs.shard_model(model, mesh=mesh)
+                fs.shard_model(model, mesh=mesh_here(**mesh_shape))
             rng, config = torch.get_rng_state(), model.config.to_dict()
             out = fs.export_hf(model, f"{name}-actual", dtype=dtype, max_shard_size=size)
             assert torch.equal(torch.get_rng_state(), rng)
@@ -75,8 +75,7 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
             if rank == 0:
                 assert os.listdir(folder).count(f".tmp-{out.name}") == 0
                 _assert_same_folder(out, Path(f"{name}-expected"))
-                loaded = type(plain).from_pretrained(out, dtype=dtype)
-                assert_same(loaded.state_dict(), plain.state_dict())
+                assert_same(type(plain).from_pretrained(out, dtype=dtype).state_dict(), plain.state_dict())
                 if family == "llama":
                     assert type(tf.AutoModelForCausalLM.from_pretrained(out)) is type(plain)
 
@@ -262,8 +261,12 @@ def test_they_are_those_of_an_export(ranks: int, tmp_path: Path) -> None:
 
 
 def _check_shared(folder: Path, options: dict[str, Any]) -> None:
-    mesh = mesh_here(**options.pop("mesh", {}))
-    model: Any = composed(folder / "base", mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options)
+    model: Any = composed(
+        folder / "base",
+        mesh=mesh_here(**options.pop("mesh", {})),
+        mp_policy=MixedPrecisionPolicy(),
+        **options,
+    )
     assert _others(model, folder / "out") == []
 
 
@@ -276,8 +279,12 @@ def test_on_other_meshes(how: str, tmp_path: Path) -> None:
 def _check_adapters(folder: Path) -> None:
     from peft import LoraConfig
 
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=experts, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=2,
+        target_modules=["o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        task_type="CAUSAL_LM",
+    )
     model: Any = fs.load_pretrained(
         folder / "base", mesh=mesh_here(), peft_config=lora, frozen_dtype="stored"
     )

@@ -40,8 +40,10 @@ def _write(folder: Path, kind: str) -> None:
     if kind == "deepseek":
         config: Any = tf.DeepseekV3Config(**LATENT, num_hidden_layers=3)
         tf.DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
-        names = ["enorm", "hnorm", "shared_head.norm"]
-        own = {f"model.layers.2.{name}.weight": torch.rand(32).bfloat16() for name in names}
+        own = {
+            f"model.layers.2.{name}.weight": torch.rand(32).bfloat16()
+            for name in ["enorm", "hnorm", "shared_head.norm"]
+        }
         own["model.layers.2.eh_proj.weight"] = torch.randn(32, 64).bfloat16()
         own["model.layers.2.embed_tokens.weight"] = torch.randn(101, 32).bfloat16()
         own["model.layers.2.shared_head.head.weight"] = torch.randn(101, 32).bfloat16()
@@ -76,8 +78,7 @@ def _train_and_export(root: Path, new_vocab_size: int | None) -> list[str]:
         warnings.simplefilter("always")
         _pass_over_the_third(patch)
         model = fs.load_pretrained(root / "base", mesh=mesh_here(), new_vocab_size=new_vocab_size)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        fs.train_step(model, ragged_batches(2), optimizer)
+        fs.train_step(model, ragged_batches(2), torch.optim.AdamW(model.parameters(), lr=1e-2))
         fs.export_hf(model, root / "out")
     return [str(one.message) for one in warned]
 
@@ -100,8 +101,7 @@ def test_a_trained_model_keeps_them_byte_for_byte(kind: str, tmp_path: Path) -> 
     assert _number(tmp_path / "out", kind) == 1
     trained, before = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "base")
     assert not torch.equal(trained["lm_head.weight"], before["lm_head.weight"])
-    kind_of = type(plain(tmp_path / "out"))
-    _, told = kind_of.from_pretrained(tmp_path / "out", output_loading_info=True)
+    _, told = type(plain(tmp_path / "out")).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert (told["missing_keys"], told["unexpected_keys"]) == (set(), set())
 
 

@@ -135,8 +135,9 @@ def test_a_model_that_transformers_read_from_a_gguf_is_exported(tmp_path: Path) 
     model: Any = tiny_model("llama")
     model.is_quantized = True  # also of weights that were dequantised while they were read
     model.config.quantization_config = {"quant_method": "gguf"}
-    folder = fs.export_hf(model, tmp_path / "out")
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in json.loads(
+        (fs.export_hf(model, tmp_path / "out") / "config.json").read_text()
+    )
     model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(4, dtype=torch.uint8), False)
     with pytest.raises(fs.UnsupportedModelError, match=r"quantised \(gguf\)"):
         fs.check_export(tmp_path / "packed", model=model)

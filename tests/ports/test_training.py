@@ -257,8 +257,9 @@ def _check_rows(folder: Path, windows: list[Window]) -> None:
 
 def _check_export(out: Path, model: nn.Module) -> None:
     """An export, read back, is the oracle's model in bfloat16 but for what the last bits of float32 do."""
-    path = next(out.glob("*/config.json")).parent
-    exported = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(
+        next(out.glob("*/config.json")).parent, dtype=torch.float32
+    )
     for (name, ours), theirs in zip(exported.named_parameters(), model.parameters(), strict=True):
         assert ours.shape == theirs.shape, name
         assert torch.dist(ours, theirs) < 3e-3 * theirs.norm(), name

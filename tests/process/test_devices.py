@@ -50,8 +50,7 @@ def _memory() -> dict[str, Any]:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_memory_of_an_accelerator_of_any_name(index: int) -> None:
-    found = run_simulated(_memory, 1, first_device=index)[0]
-    assert found == {
+    assert run_simulated(_memory, 1, first_device=index)[0] == {
         "during": MIB,
         "peak": MIB,
         "after": 0,
@@ -219,5 +218,4 @@ def _travelling() -> tuple[list[str], list[str], bool]:
 
 
 def test_the_host_does_not_wait_for_a_batch_to_arrive() -> None:
-    found = run_simulated(_travelling, 1, copy_delay=SLOW)
-    assert found == [(["copy from pageable memory"], [], True)]
+    assert run_simulated(_travelling, 1, copy_delay=SLOW) == [(["copy from pageable memory"], [], True)]

@@ -80,10 +80,8 @@ def test_rows_and_the_page_of_labels() -> None:
     plain = fs.render_labels(own, chat.input_ids, chat.labels, color=False)
     assert _acts(plain) == []
     assert plain.count("⟦") == 1, "a mark of the text looks like one of ours"
-    colored = fs.render_labels(own, chat.input_ids, chat.labels)
-    assert _acts(colored.replace("\x1b[", "")) == []
-    page = fs.render_labels_html(own, [chat.input_ids], [chat.labels], title=BAD)
-    assert _acts(page) == []
+    assert _acts(fs.render_labels(own, chat.input_ids, chat.labels).replace("\x1b[", "")) == []
+    assert _acts(fs.render_labels_html(own, [chat.input_ids], [chat.labels], title=BAD)) == []
     contents = ([(BAD, "x")], [("user", "\udc80")], [("user", "q"), ("assistant", "a")])
     rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in contents]
     _, counts = fs.filter_rows(rows, own, on_error="count")

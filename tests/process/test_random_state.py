@@ -89,8 +89,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
     def streamed() -> Any:
         collate = fs.SFTCollator(tokenizer, max_length=32)
         sampler = fs.ResumableSampler(talk, seed=1)
-        packs = fs.PackedSampler(fs.row_sizes(rows)[0], max_length=64, seed=1)
-        list(packs)
+        list(fs.PackedSampler(fs.row_sizes(rows)[0], max_length=64, seed=1))
         loader: Any = [collate([row]) for row in talk]
         list(sampler)
         return list(fs.windows(loader, 2))
@@ -223,8 +222,9 @@ def _moved_by_each(root: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def test_every_public_function_is_called() -> None:
-    functions = {name for name in fs.__all__ if inspect.isfunction(getattr(fs, name))}
-    assert functions - _calls(Path()).keys() == set()
+    assert {name for name in fs.__all__ if inspect.isfunction(getattr(fs, name))} - _calls(
+        Path()
+    ).keys() == set()
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])

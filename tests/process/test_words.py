@@ -78,8 +78,7 @@ except fs.CheckpointNotFoundError as error:
 def test_errors_for_users_end_at_the_callers_line() -> None:
     with pytest.raises(fs.CheckpointNotFoundError) as found:
         fs.load_checkpoint("/nowhere/at/all", model=torch.nn.Linear(1, 1))
-    files = [frame.filename for frame in traceback.extract_tb(found.value.__traceback__)]
-    assert files == [__file__]
+    assert [frame.filename for frame in traceback.extract_tb(found.value.__traceback__)] == [__file__]
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "ignore", "-c", _ALL_FRAMES],
         capture_output=True,

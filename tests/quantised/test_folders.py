@@ -117,10 +117,11 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path, columns: bool) -> No
 def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
     quantised(tmp_path, fp8_block, "qwen2-tied", marked="embed_tokens", **TIED)
     head = fp8_block(101, 64)
-    own = {f"lm_head{end}": tensor for end, tensor in head.tensors.items()}
-    rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | own)
-    published = tensors_of(tmp_path / "published") | {"lm_head.weight": head.values}
-    rewrite(tmp_path / "published", published)
+    rewrite(
+        tmp_path / "stored",
+        tensors_of(tmp_path / "stored") | {f"lm_head{end}": tensor for end, tensor in head.tensors.items()},
+    )
+    rewrite(tmp_path / "published", tensors_of(tmp_path / "published") | {"lm_head.weight": head.values})
     assert difference(loaded(tmp_path / "stored"), plain(tmp_path / "published")) == []
 
 
@@ -149,8 +150,7 @@ def test_a_family_loads_and_is_exported_in_16_bits(write: Any, tmp_path: Path) -
     configure(tmp_path / "published", quantization_config=None)
     rewrite(tmp_path / "published", {name: value.float() for name, value in values.items()})
     run_distributed(_of_family, 2, tmp_path)
-    exported = json.loads((tmp_path / "export" / "config.json").read_text())
-    assert "quantization_config" not in exported
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
     exports = (plain(tmp_path / name, dtype=torch.bfloat16) for name in ("export", "published"))
     assert difference(*exports) == []
     assert "bfloat16" in (tmp_path / "export" / "README.md").read_text()
@@ -312,8 +312,10 @@ def test_settings_that_do_not_fit(name: str, fields: dict[str, Any], named: str,
 def test_packed_experts_that_no_conversion_joins(tmp_path: Path) -> None:
     """They are never initialised at random in their place."""
     quantised(tmp_path, fp8_block, "mixtral", marked=".w", hidden_size=64, intermediate_size=64)
-    stored = {name.replace(".w1.", ".gate."): t for name, t in tensors_of(tmp_path / "stored").items()}
-    rewrite(tmp_path / "stored", stored)
+    rewrite(
+        tmp_path / "stored",
+        {name.replace(".w1.", ".gate."): t for name, t in tensors_of(tmp_path / "stored").items()},
+    )
     model = fs.build_meta_model(tmp_path / "stored")
     with pytest.raises(fs.CheckpointFormatError):
         fs.load_weights(model, tmp_path / "stored", missing="initialise", unexpected="ignore")

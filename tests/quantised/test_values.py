@@ -98,8 +98,7 @@ def test_boxes_of_single_values(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fp8 block", "mxfp4", "int4", "nf4 nested"])
 def test_a_rank_reads_its_rows_and_their_scales(name: str, tmp_path: Path) -> None:
-    made = FORMATS[name](512, 256)
-    (source,) = opened(tmp_path, made).values()
+    (source,) = opened(tmp_path, FORMATS[name](512, 256)).values()
     _, count = read(source, Box((128, 0), (128, 256)))
     assert count <= source.entry.num_bytes / 4 * 1.1
 
@@ -189,8 +188,7 @@ def test_the_config_says_how_rows_are_stored(name: str, tmp_path: Path) -> None:
     expected = found.row_format()
     # DeepSeek-V4 has matrices in FP8, and stacks of them in MXFP4.
     shape = (2, 8, WIDTH) if name == "fp4 of deepseek-v4" else (8, WIDTH)
-    settings = Settings("config.json", made.settings["quant_method"], made.settings)
-    rows = find.rows_by_config(settings, shape)
+    rows = find.rows_by_config(Settings("config.json", made.settings["quant_method"], made.settings), shape)
     if expected is None:
         assert rows is None
         return
@@ -219,6 +217,5 @@ def test_the_config_says_how_rows_are_stored(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_lists_of_modules_that_are_not_packed(lists: Any, module: str, is_left_out: bool) -> None:
-    methods = {"ignore": "compressed-tensors", "exclude_modules": "modelopt"}
-    method = methods.get(next(iter(lists), ""), "fp8")
+    method = {"ignore": "compressed-tensors", "exclude_modules": "modelopt"}.get(next(iter(lists), ""), "fp8")
     assert find.is_left_out(Settings("config.json", method, lists), module) is is_left_out

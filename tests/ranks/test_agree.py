@@ -219,8 +219,9 @@ def test_what_all_ranks_have_comes_around_in_their_order(ranks: int) -> None:
     for length in (0, 1, 402, 403, 404, 5000, 1 << 20):
         for of_rank in ([length] * ranks, [length * (other % 2) for other in range(ranks)]):
             everyone = [bytes([r]) * many for r, many in enumerate(of_rank)]
-            own = everyone[dist.get_rank()]
-            assert agree.through_root(dist.group.WORLD, own, b"|".join) == b"|".join(everyone)
+            assert agree.through_root(dist.group.WORLD, everyone[dist.get_rank()], b"|".join) == b"|".join(
+                everyone
+            )
 
 
 def _lose(lost: int, folder: Path) -> None:

@@ -252,8 +252,9 @@ def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     outside = {name: value for name, value in os.environ.items() if name not in ALL}
-    command = launches.torchrun(2, "--standalone", str(script), str(tmp_path))
-    subprocess.run(command, env=outside, timeout=120, check=True)
+    subprocess.run(
+        launches.torchrun(2, "--standalone", str(script), str(tmp_path)), env=outside, timeout=120, check=True
+    )
     for rank in range(2):
         *values, text = json.loads((tmp_path / f"{rank}.json").read_text())
         assert values == ["torchrun", rank, rank, 2, 3.0, 2]

@@ -67,8 +67,9 @@ def _run_together(
 
 
 def test_torchrun_trains_as_plain_python_does(plain: Path, tmp_path: Path) -> None:
-    text = launches.run(launches.torchrun(2, "--standalone", *_example(tmp_path, 2)))
-    assert "rank 0 of 2 (local 0 of 2)" in text
+    assert "rank 0 of 2 (local 0 of 2)" in launches.run(
+        launches.torchrun(2, "--standalone", *_example(tmp_path, 2))
+    )
     assert _difference(tmp_path, plain) <= TOLERANCE
 
 

@@ -115,8 +115,9 @@ class SlurmCluster:
     def _run(
         self, command: Sequence[str], timeout: float, env: dict[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        own = {**self.env, **env}
-        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command, env={**self.env, **env}, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     def srun(self, *arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a step with an allocation of its own to its end."""
@@ -372,8 +373,13 @@ def test_submitit_queues_the_job_again(cluster: SlurmCluster, preserved: Path, t
         pytest.skip("submitit is not installed")
     launch = [sys.executable, str(EXAMPLES / "submitit" / "launch.py"), "--logs"]
     shape = ["--nodes", "2", "--ranks-per-node", "2", "--minutes", "20"]
-    arguments = launches.arguments(tmp_path, ranks=4, steps=STEPS)
-    command = [*launch, str(tmp_path / "logs"), *shape, "--", *arguments]
+    command = [
+        *launch,
+        str(tmp_path / "logs"),
+        *shape,
+        "--",
+        *launches.arguments(tmp_path, ranks=4, steps=STEPS),
+    ]
     submitted = re.search(r"^job (\d+)", launches.run(command, SLURM_CONF=cluster.env["SLURM_CONF"]))
     assert submitted is not None
     cluster.until(lambda: launches.last_step(tmp_path) >= 5, 240, "training does not begin")

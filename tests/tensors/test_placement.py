@@ -105,7 +105,8 @@ def test_a_smaller_mesh_after_forward_keeps_first_dimensions() -> None:
         fs.shard_model(model, mesh=mesh_here(), reshard_after_forward=reshard)
         blocks = {p.placements[-1] for n, p in model.named_parameters() if ".layers." in n}
         assert blocks == ({Shard(0), Shard(1)} if reshard is True else {Shard(0)})
-        batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
-        fs.loss_sum(model, batch)[0].backward()
+        fs.loss_sum(model, {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()})[
+            0
+        ].backward()
         gradients.append({name: full(p.grad) for name, p in model.named_parameters()})
     assert largest_error(*gradients) < 1e-6

@@ -32,8 +32,9 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    shapes = {name: (t.dtype, t.shape) for name, t in tensors.items()}
-    fd, header, _ = st.create(path, shapes, {"format": "pt"})
+    fd, header, _ = st.create(
+        path, {name: (t.dtype, t.shape) for name, t in tensors.items()}, {"format": "pt"}
+    )
     for name, tensor in tensors.items():
         st.write_at(fd, header.entries[name].start, st.bytes_of(tensor))
     os.close(fd)

@@ -140,8 +140,9 @@ def _trained_plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Te
     labels = rows.pop("labels")
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False  # the few layers may have no attention, which caches count by
-    logits = model(**rows).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss = torch.nn.functional.cross_entropy(
+        model(**rows).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
     found, _ = plainly.step(model, [loss], [torch.optim.SGD(model.parameters(), lr=RATE)])
     return found, {name: p.detach() for name, p in model.named_parameters()}
 

@@ -63,10 +63,9 @@ def _load_unsharded(folder: Path, *, on_own_stream: bool) -> tuple[list[str], li
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default stream", "stream of its own"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_load_is_right_on_any_device_and_stream(checkpoint: Path, index: int, on_own_stream: bool) -> None:
-    results = run_simulated(
+    assert run_simulated(
         _load_unsharded, 1, checkpoint, first_device=index, copy_delay=SLOW, on_own_stream=on_own_stream
-    )
-    assert results == [([], [index])]
+    ) == [([], [index])]
 
 
 def _load_sharded(folder: Path, offload: bool) -> tuple[list[str], list[int], set[str]]:
@@ -79,8 +78,9 @@ def _load_sharded(folder: Path, offload: bool) -> tuple[list[str], list[int], se
     where = {device for p in model.parameters() for device in (p.device.type, p.to_local().device.type)}
     wrong, touched = _wrong_values(model, folder), torch.sim.touched()
     ids = torch.arange(3, 19).view(2, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fs.train_step(model, [{"input_ids": ids, "labels": ids.clone()}], optimizer)
+    fs.train_step(
+        model, [{"input_ids": ids, "labels": ids.clone()}], torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     return wrong, touched, where
 
 

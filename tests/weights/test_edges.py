@@ -78,8 +78,9 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _set_index(folder: Path, weight_map: Any) -> None:
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def test_files_in_folders_below(tmp_path: Path) -> None:

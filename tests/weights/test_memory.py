@@ -51,8 +51,7 @@ def _save_sparse(folder: Path, *, layers: int, vocab: int) -> int:
 
 
 def _model(folder: Path) -> Any:
-    model = build_meta_model(folder)
-    return fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    return fs.shard_model(build_meta_model(folder), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
 
 
 def _beyond_shards(folder: Path) -> int:

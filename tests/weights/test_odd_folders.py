@@ -97,15 +97,17 @@ def _check_transposed(folder: Path) -> None:
     model = fs.load_pretrained(folder, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
     report = model.load_report
     assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes, "each rank reads its own experts alone"
-    apart = [problem for problem in difference(model, plain(folder)) if ".visual." not in problem]
-    assert apart == [], "but for the tower, which is frozen"
+    assert [problem for problem in difference(model, plain(folder)) if ".visual." not in problem] == [], (
+        "but for the tower, which is frozen"
+    )
 
 
 def test_large_experts_that_are_stored_transposed(tmp_path: Path) -> None:
     config = tf.Qwen3VLMoeConfig(text_config=LARGE, vision_config=TOWER)
     tf.Qwen3VLMoeForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(tmp_path)
-    stored = tensors_of(tmp_path)
-    rewrite(tmp_path, {n: t.mT.contiguous() if ".experts." in n else t for n, t in stored.items()})
+    rewrite(
+        tmp_path, {n: t.mT.contiguous() if ".experts." in n else t for n, t in tensors_of(tmp_path).items()}
+    )
     run_distributed(_check_transposed, 2, tmp_path)
 
 
@@ -125,8 +127,7 @@ def test_an_adapter_beside_weights_is_not_left_out(tmp_path: Path) -> None:
     whole = tf.AutoModelForCausalLM.from_pretrained(base)
     peft.PeftModel.from_pretrained(whole, own).merge_and_unload().save_pretrained(out)
     ids = torch.arange(3, 21).view(2, 9)
-    merged = loaded(out).eval()(input_ids=ids).logits
-    assert torch.allclose(merged, adapted(input_ids=ids).logits, atol=1e-5)
+    assert torch.allclose(loaded(out).eval()(input_ids=ids).logits, adapted(input_ids=ids).logits, atol=1e-5)
     with pytest.raises(fs.CheckpointFormatError, match=r"config\.json"):
         fs.build_meta_model(own)
 
