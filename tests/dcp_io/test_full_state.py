@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_sft as fs
+from fsdp_sft.dcp_io import full_state
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import on_ranks
 from tests.harness.trained import HSDP, assert_same
 
 
@@ -56,14 +57,17 @@ def test_any_model_comes_back(ranks: int, mesh_shape: Any, tmp_path: Path) -> No
     torch.distributed.barrier()
     fs.save_full_state_dict(model, path, dtype=torch.bfloat16)
     fs.load_full_state_dict(other, path)
-    rounded = {n: t.bfloat16().to(t.dtype) if t.is_floating_point() else t for n, t in expected.items()}
-    assert_same(_full(other), rounded)
+    assert_same(
+        _full(other),
+        {n: t.bfloat16().to(t.dtype) if t.is_floating_point() else t for n, t in expected.items()},
+    )
     assert os.path.getsize(path) < 0.6 * sum(t.nbytes for t in expected.values())
     torch.distributed.barrier()
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors"]
 
 
-def _write_bad_files(folder: Path) -> dict[str, tuple[type[Exception], str]]:
+@pytest.fixture
+def bad_files(tmp_path: Path) -> dict[str, tuple[type[Exception], str]]:
     """The errors that files end in, by their paths."""
     state = {name: tensor.clone() for name, tensor in _model(1, None).state_dict().items()}
     without = {name: tensor for name, tensor in state.items() if "layers.1.mlp.up" not in name}
@@ -76,19 +80,19 @@ def _write_bad_files(folder: Path) -> dict[str, tuple[type[Exception], str]]:
     }
     made: dict[str, tuple[type[Exception], str]] = {}
     for name, (content, message) in bad.items():
-        save_file(content, folder / f"{name}.safetensors")
-        made[str(folder / f"{name}.safetensors")] = fs.CheckpointMismatchError, message
-    cut = folder / "cut.safetensors"
+        save_file(content, tmp_path / f"{name}.safetensors")
+        made[str(tmp_path / f"{name}.safetensors")] = fs.CheckpointMismatchError, message
+    cut = tmp_path / "cut.safetensors"
     save_file(state, cut)
     os.truncate(cut, cut.stat().st_size - 1000)
     made[str(cut)] = fs.CheckpointCorruptError, "cut|file"
-    torch.save(state, folder / "model.pt")
-    made[str(folder / "model.pt")] = fs.CheckpointCorruptError, "by save_file of safetensors.torch"
-    made[str(folder / "absent.safetensors")] = fs.CheckpointNotFoundError, "no file"
+    torch.save(state, tmp_path / "model.pt")
+    made[str(tmp_path / "model.pt")] = fs.CheckpointCorruptError, "by save_file of safetensors.torch"
+    made[str(tmp_path / "absent.safetensors")] = fs.CheckpointNotFoundError, "no file"
     return made
 
 
-def _refused_loads(folder: str, cases: dict[str, tuple[type[Exception], str]]) -> None:
+def _refused_loads(folder: Path, cases: dict[str, tuple[type[Exception], str]]) -> None:
     model = _model(2, {})
     before = _full(model)
     for path, (kind, message) in cases.items():
@@ -100,11 +104,8 @@ def _refused_loads(folder: str, cases: dict[str, tuple[type[Exception], str]]) -
         fs.load_full_state_dict(nn.Linear(2, 2), path)
 
 
-def _refused_saves(folder: str) -> None:
-    from fsdp_sft.dcp_io import full_state
-
-    model = _model(1, {})
-    path = Path(folder, "model.safetensors")
+def _refused_saves(folder: Path) -> None:
+    model, path = _model(1, {}), folder / "model.safetensors"
     fs.save_full_state_dict(model, path)
     torch.distributed.barrier()
     before = path.read_bytes()
@@ -113,8 +114,12 @@ def _refused_saves(folder: str) -> None:
         raise OSError(28, "No space left on device")
 
     gather: Any = sys.modules["fsdp_sft._tensors.gather"]
-    places = [(0, full_state, "create"), (0, full_state, "write_at"), (0, os, "replace")]
-    for rank, module, name in [*places, (1, gather, "values_of")]:  # the last has no memory for its part
+    for rank, module, name in (
+        (0, full_state, "create"),
+        (0, full_state, "write_at"),
+        (0, os, "replace"),
+        (1, gather, "values_of"),  # has no memory for its part
+    ):
         torch.distributed.barrier()
         with pytest.MonkeyPatch.context() as patch:
             if torch.distributed.get_rank() == rank:
@@ -122,17 +127,16 @@ def _refused_saves(folder: str) -> None:
             with pytest.raises(OSError, match="No space left"):
                 fs.save_full_state_dict(model, path)
         torch.distributed.barrier()
-        assert os.listdir(folder) == ["model.safetensors"]
-        assert path.read_bytes() == before
+        assert (os.listdir(folder), path.read_bytes()) == (["model.safetensors"], before)
     with pytest.raises(ValueError, match="suffix"):
-        fs.save_full_state_dict(model, f"{folder}/model.pt")
+        fs.save_full_state_dict(model, folder / "model.pt")
     with pytest.raises(ValueError, match="dtype"):
         fs.save_full_state_dict(model, path, dtype=torch.int64)
 
 
-def _only_rank_0_sees(folder: str) -> None:
+def _only_rank_0_sees(folder: Path) -> None:
     """The other rank has a folder of its own, as without a shared file system: it cannot load there."""
-    path = f"{folder}/{torch.distributed.get_rank()}/model.safetensors"
+    path = folder / str(torch.distributed.get_rank()) / "model.safetensors"
     fs.save_full_state_dict(_model(1, {}), path)
     assert os.listdir(folder) == ["0"]
     other = _model(2, {})
@@ -142,15 +146,14 @@ def _only_rank_0_sees(folder: str) -> None:
     assert_same(_full(other), before)
 
 
-def _all_refusals(folder: str, cases: dict[str, tuple[type[Exception], str]]) -> None:
-    _refused_loads(folder, cases)
-    os.makedirs(f"{folder}/saves", exist_ok=True)
-    _refused_saves(f"{folder}/saves")
-    _only_rank_0_sees(f"{folder}/apart")
-
-
-def test_what_is_refused_leaves_model_and_file_alone(tmp_path: Path) -> None:
-    run_distributed(_all_refusals, 2, str(tmp_path), _write_bad_files(tmp_path))
+@on_ranks(2)
+def test_what_is_refused_leaves_model_and_file_alone(
+    bad_files: dict[str, tuple[type[Exception], str]], tmp_path: Path
+) -> None:
+    _refused_loads(tmp_path, bad_files)
+    (tmp_path / "saves").mkdir(exist_ok=True)
+    _refused_saves(tmp_path / "saves")
+    _only_rank_0_sees(tmp_path / "apart")
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:

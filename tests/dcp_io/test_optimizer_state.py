@@ -312,8 +312,7 @@ def _save_apart(root: str, difference: str) -> None:
 @pytest.mark.parametrize("difference", ["shape", "name", "dtype", "state"])
 def test_they_are_named_and_nothing_is_left(difference: str, tmp_path: Path) -> None:
     run_distributed(_save_apart, 3, str(tmp_path), difference)
-    assert not list(tmp_path.glob("*step*"))
-    assert not list(tmp_path.glob(".*step*"))
+    assert not list(tmp_path.glob("*step*"))  # nor hidden ones
 
 
 def test_what_could_not_be_loaded_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

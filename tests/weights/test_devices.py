@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
-from fsdp_sft._tensors import reader as read
+from fsdp_sft._tensors import reader as read, stored
 from fsdp_sft._tensors.boxes import Box
 from fsdp_sft.weights import fill
 from fsdp_sft.weights.resolve import open_checkpoint
@@ -33,8 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _several_threads_and_small_pieces() -> None:
     """As on a node with many cores and a checkpoint of gigabytes: buffers are used again and again."""
-    from fsdp_sft._tensors import stored
-
     stored._LARGE_BYTES = 1 << 13
     os.sched_getaffinity = lambda _: set(range(64))
 
@@ -85,20 +84,20 @@ def _load_sharded(folder: Path, offload: bool) -> tuple[list[str], list[int], se
 
 
 def test_each_rank_loads_onto_its_own_device(checkpoint: Path) -> None:
-    found = run_simulated(_load_sharded, 2, checkpoint, False, copy_delay=SLOW)
-    assert found == [([], [0], {"sim"}), ([], [1], {"sim"})]
+    assert run_simulated(_load_sharded, 2, checkpoint, False, copy_delay=SLOW) == [
+        ([], [0], {"sim"}),
+        ([], [1], {"sim"}),
+    ]
 
 
 def test_shards_that_stay_on_the_host_are_loaded_there(checkpoint: Path) -> None:
-    found = run_simulated(_load_sharded, 2, checkpoint, True)
-    assert [(wrong, where) for wrong, _, where in found] == [([], {"cpu"})] * 2
+    assert [(wrong, where) for wrong, _, where in run_simulated(_load_sharded, 2, checkpoint, True)] == [
+        ([], {"cpu"})
+    ] * 2
 
 
 def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     """(peak beside the shards, the shards, the largest one), in bytes of the device."""
-    from fsdp_sft._tensors import stored
-    from fsdp_sft.weights import fill
-
     stored._LARGE_BYTES = PIECE
     fill._PIECE_ELEMENTS = PIECE // 8
     fs.init_distributed()
@@ -107,8 +106,8 @@ def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     torch.sim.reset_peak_memory_stats()
     model = fs.load_pretrained(folder, mesh=mesh, **options)
     beside = torch.sim.max_memory_allocated() - torch.sim.memory_allocated()
-    held = {id(p): p.to_local().nbytes for p in model.parameters()}
-    return beside, torch.sim.memory_allocated() - before, max(held.values())
+    shards = torch.sim.memory_allocated() - before
+    return beside, shards, max(p.to_local().nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("new_vocab_size", [None, 5000])
@@ -128,33 +127,28 @@ TENSORS, ROWS, COLUMNS, RANKS = 8, 2048, 2048, 4
 
 
 def _threads_of_a_load(folder: Path, bound: bool) -> int:
-    used = []
-    do_reads = fill.do_reads
-
-    def counted(*args: Any, workers: int = 1, **kwargs: Any) -> int:
-        used.append(workers)
-        return do_reads(*args, workers=workers, **kwargs)
-
-    fill.do_reads = counted
     first = 4 * dist.get_rank()
     cpus = set(range(first, first + 4)) if bound else set(range(8))
     os.sched_getaffinity, os.cpu_count = lambda _: cpus, lambda: 8
-    fs.load_weights(fs.build_meta_model(folder), folder)
-    return max(used)
+    with mock.patch.object(fill, "do_reads", wraps=fill.do_reads) as reads:
+        fs.load_weights(fs.build_meta_model(folder), folder)
+    return max(call.kwargs.get("workers", 1) for call in reads.call_args_list)
 
 
 @pytest.mark.parametrize(("bound", "ranks", "expected"), [(True, 2, 4), (False, 2, 4), (False, 4, 2)])
 def test_threads_are_those_of_the_processors_that_a_rank_has_to_itself(
-    tmp_path: Path, bound: bool, ranks: int, expected: int
+    saved: Path, bound: bool, ranks: int, expected: int
 ) -> None:
-    save_tiny(tmp_path)
-    assert run_distributed(_threads_of_a_load, ranks, tmp_path, bound) == [expected] * ranks
+    assert run_distributed(_threads_of_a_load, ranks, saved, bound) == [expected] * ranks
 
 
 def _fetched() -> int:
     """Bytes that this process has had read from storage so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    return next(
+        int(line.split()[1])
+        for line in Path("/proc/self/io").read_text().splitlines()
+        if line.startswith("read_bytes")
+    )
 
 
 def _fetch_share(checkpoint: Any) -> tuple[int, int]:
@@ -164,8 +158,8 @@ def _fetch_share(checkpoint: Any) -> tuple[int, int]:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
     reads, box = [], Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
-    for key, stored in checkpoint.items():
-        reads += stored.reads(stored.piece(key), box, torch.empty(box.shape))
+    for key, tensor in checkpoint.items():
+        reads += tensor.reads(tensor.piece(key), box, torch.empty(box.shape))
     before = _fetched()
     asked = read.do_reads(reads)
     return _fetched() - before, asked

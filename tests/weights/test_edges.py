@@ -22,10 +22,12 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.hub_server import COMMIT, serve, use_hub
 from tests.harness.models import full
+from tests.harness.quantised_folders import configure
 from tests.harness.ranks import run_distributed
 from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_code
 
 FLOAT32 = MixedPrecisionPolicy()
+INDEX = "model.safetensors.index.json"
 
 
 def _check(folder: Path, mesh_shape: dict[str, int]) -> None:
@@ -37,8 +39,14 @@ def _check(folder: Path, mesh_shape: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("mesh_shape", [{}, {"dp_replicate": 2}, {"dp_replicate": 4, "dp_shard": 1}])
 def test_fewer_rows_than_ranks(tmp_path: Path, mesh_shape: dict[str, int]) -> None:
-    sizes = {"hidden_size": 2, "intermediate_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1}
-    save_tiny(tmp_path, vocab_size=101, **sizes)
+    save_tiny(
+        tmp_path,
+        vocab_size=101,
+        hidden_size=2,
+        intermediate_size=3,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
     run_distributed(_check, 4, tmp_path, mesh_shape)
 
 
@@ -52,44 +60,39 @@ def test_more_experts_than_one_digit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.complex64])
-def test_weights_in_a_dtype_that_is_no_weight(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = save_tiny(tmp_path)
-    tensors = tensors_of(folder)
+def test_weights_in_a_dtype_that_is_no_weight(saved: Path, dtype: torch.dtype) -> None:
+    tensors = tensors_of(saved)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].abs().float().to(dtype)
-    rewrite(folder, tensors)
+    rewrite(saved, tensors)
     with pytest.raises(CheckpointFormatError, match=r"model\.norm\.weight.*(stored as|imaginary part)"):
-        load_weights(build_meta_model(folder), folder)
+        load_weights(build_meta_model(saved), saved)
 
 
-def test_a_file_without_tensors(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path)
-    rewrite(folder, {})
-    model = build_meta_model(folder)
+def test_a_file_without_tensors(saved: Path) -> None:
+    rewrite(saved, {})
+    model = build_meta_model(saved)
     with pytest.raises(CheckpointFormatError, match="embed_tokens") as caught:
-        load_weights(model, folder)
+        load_weights(model, saved)
     assert set(caught.value.missing) == set(model.state_dict())
     assert pickle.loads(pickle.dumps(caught.value)).missing == caught.value.missing
-    load_weights(model, folder, missing="initialise")
+    load_weights(model, saved, missing="initialise")
 
 
 def _index(folder: Path) -> dict[str, str]:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    return index["weight_map"]  # type: ignore[no-any-return]
+    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return weight_map
 
 
 def _set_index(folder: Path, weight_map: Any) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_files_in_folders_below(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path)
-    (folder / "parts" / "more").mkdir(parents=True)
-    for path in folder.glob("*.safetensors"):
-        path.rename(folder / "parts" / "more" / path.name)
-    _set_index(folder, {key: f"parts/more/{name}" for key, name in _index(folder).items()})
-    run_distributed(_check, 2, folder, {})
+def test_files_in_folders_below(saved: Path) -> None:
+    (saved / "parts" / "more").mkdir(parents=True)
+    for path in saved.glob("*.safetensors"):
+        path.rename(saved / "parts" / "more" / path.name)
+    _set_index(saved, {key: f"parts/more/{name}" for key, name in _index(saved).items()})
+    run_distributed(_check, 2, saved, {})
 
 
 @pytest.mark.parametrize(
@@ -110,48 +113,46 @@ def test_files_in_folders_below(tmp_path: Path) -> None:
     ],
     ids=range(16),
 )
-def test_indices_that_lie_or_are_none(tmp_path: Path, index: Any) -> None:
-    folder = save_tiny(tmp_path)
-    (folder / "folder.safetensors").mkdir()
-    (folder / "loop.safetensors").symlink_to("loop.safetensors")
+def test_indices_that_lie_or_are_none(saved: Path, index: Any) -> None:
+    (saved / "folder.safetensors").mkdir()
+    (saved / "loop.safetensors").symlink_to("loop.safetensors")
     if isinstance(index, bytes):
-        (folder / "model.safetensors.index.json").write_bytes(index)
+        (saved / INDEX).write_bytes(index)
     else:
-        _set_index(folder, index)
+        _set_index(saved, index)
     with pytest.raises(CheckpointFormatError):
-        open_checkpoint(folder)
+        open_checkpoint(saved)
 
 
-def test_a_name_in_two_files_is_the_one_that_the_index_says(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path)
-    weight_map, oracle = _index(folder), plain(folder)
+def test_a_name_in_two_files_is_the_one_that_the_index_says(saved: Path) -> None:
+    weight_map, oracle = _index(saved), plain(saved)
     key, owner = next(iter(weight_map.items()))
     for name in sorted(set(weight_map.values()) - {owner}):
-        tensors = load_file(folder / name)
-        save_file({**tensors, key: torch.full((1,), 7.0)}, folder / name, metadata={"format": "pt"})
-    assert difference(loaded(folder), oracle) == []
+        save_file(
+            {**load_file(saved / name), key: torch.full((1,), 7.0)}, saved / name, metadata={"format": "pt"}
+        )
+    assert difference(loaded(saved), oracle) == []
 
 
 # --- the Hub's cache --------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_whose_blobs_lie_on_another_disk(tmp_path: Path) -> None:
+def test_a_snapshot_whose_blobs_lie_on_another_disk(saved: Path, tmp_path: Path) -> None:
     """As the Hub's cache has it: links to files under their hashes."""
-    folder = save_tiny(tmp_path / "model")
     repo = tmp_path / "cache" / "models--someone--model"
     snapshot = repo / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (tmp_path / "disk").mkdir()
     (repo / "blobs").symlink_to(tmp_path / "disk")
-    for number, path in enumerate(sorted(folder.iterdir())):
+    for number, path in enumerate(sorted(saved.iterdir())):
         shutil.copy(path, repo / "blobs" / str(number))
         (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
     (tmp_path / "shortcut").symlink_to(snapshot)
     for name in (snapshot, tmp_path / "shortcut"):
-        assert difference(loaded(name), plain(folder)) == []
+        assert difference(loaded(name), plain(saved)) == []
     victim = next(snapshot.glob("*.safetensors"))
     victim.unlink()
-    victim.symlink_to(next(folder.glob("*.safetensors")))
+    victim.symlink_to(next(saved.glob("*.safetensors")))
     with pytest.raises(CheckpointFormatError, match="leads out"):
         open_checkpoint(snapshot)
 
@@ -164,27 +165,25 @@ def _from_the_hub(address: str, cache: Path, shared: bool, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_each_cache_gets_each_file_once(tmp_path: Path, shared: bool) -> None:
-    folder = save_tiny(tmp_path / "model")
-    (folder / "unrelated.safetensors").write_bytes(b"not to be downloaded")
-    with serve(folder) as (address, downloads):
-        found = run_distributed(_from_the_hub, 2, address, tmp_path / "cache", shared, folder)
+def test_each_cache_gets_each_file_once(saved: Path, tmp_path: Path, shared: bool) -> None:
+    (saved / "unrelated.safetensors").write_bytes(b"not to be downloaded")
+    with serve(saved) as (address, downloads):
+        found = run_distributed(_from_the_hub, 2, address, tmp_path / "cache", shared, saved)
     assert all(path.endswith(COMMIT) for path in found)
     assert (len(set(found)) == 1) == shared
     weights_files = [name for name in downloads if name.endswith(".safetensors")]
     assert "unrelated.safetensors" not in weights_files
-    assert len(weights_files) == (1 if shared else 2) * (len(list(folder.glob("*.safetensors"))) - 1)
-    run_distributed(_from_the_hub, 2, address, tmp_path / "cache", shared, folder)  # the hub is gone
+    assert len(weights_files) == (1 if shared else 2) * (len(list(saved.glob("*.safetensors"))) - 1)
+    run_distributed(_from_the_hub, 2, address, tmp_path / "cache", shared, saved)  # the hub is gone
 
 
-def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+def test_a_single_file_goes_before_an_index(saved: Path) -> None:
     """As in transformers; the parts are not even looked at."""
-    folder = save_tiny(tmp_path)
-    parts = {path: path.read_bytes() for path in folder.glob("model*") if path.is_file()}
-    rewrite(folder, {name: tensor + 1 for name, tensor in tensors_of(folder).items()})
+    parts = {path: path.read_bytes() for path in saved.glob("model*") if path.is_file()}
+    rewrite(saved, {name: tensor + 1 for name, tensor in tensors_of(saved).items()})
     for path, data in parts.items():
         path.write_bytes(data)
-    assert difference(loaded(folder), plain(folder)) == []
+    assert difference(loaded(saved), plain(saved)) == []
 
 
 # --- conversions that do what none does yet ---------------------------------------------------------------
@@ -235,13 +234,12 @@ def _check_padded(folder: Path) -> None:
         loaded(folder, {})
 
 
-def test_a_conversion_that_adds_numbers_of_its_own_is_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    tensors = tensors_of(tmp_path)
+def test_a_conversion_that_adds_numbers_of_its_own_is_refused(saved: Path) -> None:
+    tensors = tensors_of(saved)
     for name in [name for name in tensors if "up_proj" in name]:
         tensors[name.replace("up_proj", "short")] = tensors.pop(name)[:-16]
-    rewrite(tmp_path, tensors)
-    run_distributed(_check_padded, 2, tmp_path)
+    rewrite(saved, tensors)
+    run_distributed(_check_padded, 2, saved)
 
 
 # --- code of the checkpoint: refused without trust, bitwise right with it, offline -------------------------
@@ -260,12 +258,9 @@ def test_refused_without_trust(tmp_path: Path) -> None:
 
 def _check_code(folder: Path, modules: Path, together: bool) -> None:
     keep_code_in(modules if together else modules / str(dist.get_rank()))
-    model: Any = load_pretrained(
-        folder, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy(), trust_remote_code=True
-    )
+    model: Any = load_pretrained(folder, mesh=mesh_here(), mp_policy=FLOAT32, trust_remote_code=True)
     oracle = plain_with_code(folder)
-    assert difference(model, oracle) == []
-    assert float(full(model.model.norm.offset)) == 0.625
+    assert (difference(model, oracle), float(full(model.model.norm.offset))) == ([], 0.625)
     ids = torch.arange(3, 21, device=device_here()).view(2, 9)
     assert torch.equal(model(input_ids=ids).logits, oracle.to(device_here())(input_ids=ids).logits)
     assert _imported(modules)
@@ -281,7 +276,7 @@ def _check_hub(address: str, cache: Path, modules: Path, folder: Path) -> None:
     keep_code_in(modules / str(dist.get_rank()))
     assert not list(resolve_folder("someone/model").glob("*.py"))
     # Under bfloat16 the buffers are those of a plain bfloat16 model.
-    options: dict[str, Any] = {"mesh": mesh_here(), "mp_policy": MixedPrecisionPolicy()}
+    options: dict[str, Any] = {"mesh": mesh_here(), "mp_policy": FLOAT32}
     with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
         load_pretrained("someone/model", **options)
     model = load_pretrained("someone/model", **options, trust_remote_code=True)
@@ -295,15 +290,13 @@ def test_from_the_hub(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
-def test_a_config_cannot_fetch_code_for_its_attention(field: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, field: "someone/kernel"}))
+def test_a_config_cannot_fetch_code_for_its_attention(field: str, saved: Path) -> None:
+    configure(saved, **{field: "someone/kernel"})
     with pytest.raises(CheckpointFormatError, match=r"'someone/kernel', native code .*attn_implementation="):
-        build_meta_model(folder)
-    assert build_meta_model(folder, attn_implementation="sdpa").config._attn_implementation == "sdpa"
+        build_meta_model(saved)
+    assert build_meta_model(saved, attn_implementation="sdpa").config._attn_implementation == "sdpa"
     with pytest.raises(CheckpointFormatError, match="native code"):
-        config_of(folder)
+        config_of(saved)
 
 
 def test_code_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

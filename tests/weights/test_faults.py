@@ -127,11 +127,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_one_error_on_all_ranks_and_soon(name: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "inside")
+def test_one_error_on_all_ranks_and_soon(name: str, saved: Path) -> None:
     damage, words = DAMAGES[name]
-    damage(folder)
-    first, second = run_distributed(_refused, 2, folder, name)
+    damage(saved)
+    first, second = run_distributed(_refused, 2, saved, name)
     for message in (first, second):
         assert all(word in message for word in words), message
     assert first == second or name.startswith("a disk")  # of which the other ranks are told
@@ -150,12 +149,11 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
     run_distributed(_check_different_folders, 2, tmp_path)
 
 
-def test_a_disk_that_returns_less_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny(tmp_path)
+def test_a_disk_that_returns_less_than_asked(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         return original(fd, [buffers[0][: max(1, len(buffers[0]) // 3)]], offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    assert difference(loaded(tmp_path), plain(tmp_path)) == []
+    assert difference(loaded(saved), plain(saved)) == []

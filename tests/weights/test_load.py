@@ -282,8 +282,9 @@ def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> N
     converter = WeightConverter(["head_a.weight", "head_b.weight"], "lm_head.weight", [Concatenate(0)])
     conversion_mapping.register_checkpoint_conversion_mapping("Qwen2ForCausalLM", [converter], overwrite=True)
     if equal:
-        head = full(loaded(folder, mesh_shape).lm_head.weight)
-        assert torch.equal(head, tensors_of(folder)[EMBEDDING].float())
+        assert torch.equal(
+            full(loaded(folder, mesh_shape).lm_head.weight), tensors_of(folder)[EMBEDDING].float()
+        )
     else:
         with pytest.raises(fs.CheckpointFormatError, match="head_b"):
             loaded(folder, mesh_shape)

@@ -16,7 +16,7 @@ from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 BLOOM = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 LATENT = {
@@ -85,12 +85,12 @@ def test_files_of_another_format_alone(other: str, words: str, tmp_path: Path) -
         fs.build_meta_model(tmp_path)
 
 
-def test_experts_under_another_name_are_named(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "mixtral")
-    stored = {name: value for name, value in tensors_of(tmp_path).items() if ".experts." not in name}
-    rewrite(tmp_path, stored | {"model.layers.0.mlp.switch_mlp.up_proj.weight": torch.ones(4, 4)})
+@pytest.mark.parametrize("saved", ["mixtral"], indirect=True)
+def test_experts_under_another_name_are_named(saved: Path) -> None:
+    stored = {name: value for name, value in tensors_of(saved).items() if ".experts." not in name}
+    rewrite(saved, stored | {"model.layers.0.mlp.switch_mlp.up_proj.weight": torch.ones(4, 4)})
     with pytest.raises(fs.CheckpointFormatError, match=r"no values for .*experts.*; it has .*switch_mlp\.up"):
-        loaded(tmp_path)
+        loaded(saved)
 
 
 def _check_transposed(folder: Path) -> None:
@@ -137,30 +137,20 @@ def test_an_adapter_beside_weights_is_not_left_out(tmp_path: Path) -> None:
 CLASSIFIER = "LlamaForSequenceClassification"
 
 
-def _classifier_like_from_pretrained(folder: Path) -> None:
-    import transformers
-
-    overrides: dict[str, Any] = {"architectures": [CLASSIFIER], "num_labels": 3}
+@on_ranks(2)
+def test_a_class_that_the_config_does_not_name(saved: Path) -> None:
     model = composed(
-        folder,
+        saved,
         mesh=mesh_here(),
         missing="initialise",
         unexpected="ignore",
-        config_overrides=overrides,
+        config_overrides={"architectures": [CLASSIFIER], "num_labels": 3},
     )
     torch.manual_seed(0)
-    expected = transformers.LlamaForSequenceClassification.from_pretrained(
-        folder, num_labels=3, dtype=torch.float32
-    ).train()
-    assert type(model).__name__ == f"FSDP{CLASSIFIER}"
-    assert model.config.architectures == [CLASSIFIER]
-    assert difference(model, expected) == []
-
-
-def test_a_class_that_the_config_does_not_name(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    run_distributed(_classifier_like_from_pretrained, 2, tmp_path)
-    assert type(fs.build_meta_model(tmp_path, architectures=CLASSIFIER)).__name__ == CLASSIFIER
+    expected = tf.LlamaForSequenceClassification.from_pretrained(saved, num_labels=3, dtype=torch.float32)
+    assert (type(model).__name__, model.config.architectures) == (f"FSDP{CLASSIFIER}", [CLASSIFIER])
+    assert difference(model, expected.train()) == []
+    assert type(fs.build_meta_model(saved, architectures=CLASSIFIER)).__name__ == CLASSIFIER
 
 
 @pytest.mark.parametrize(
@@ -172,10 +162,9 @@ def test_a_class_that_the_config_does_not_name(tmp_path: Path) -> None:
         ([7], "has no 7"),
     ],
 )
-def test_a_class_that_cannot_be_built(tmp_path: Path, names: Any, words: str) -> None:
-    save_tiny(tmp_path)
+def test_a_class_that_cannot_be_built(saved: Path, names: Any, words: str) -> None:
     with pytest.raises(fs.CheckpointFormatError, match=words):
-        fs.build_meta_model(tmp_path, architectures=names)
+        fs.build_meta_model(saved, architectures=names)
 
 
 class Actor(nn.Module):
@@ -184,21 +173,18 @@ class Actor(nn.Module):
         self.model = model
 
 
-def _wrapped(folder: Path) -> None:
-    model: Any = Actor(fs.build_meta_model(folder / "base"))
+@pytest.mark.parametrize("saved", ["mixtral"], indirect=True)
+@on_ranks(2)
+def test_a_module_around_a_model_is_told_what_to_pass(saved: Path, tmp_path: Path) -> None:
+    model: Any = Actor(fs.build_meta_model(saved))
     fs.shard_model(model, mesh=mesh_here())
     for call in (
-        lambda: fs.load_weights(model, folder / "base"),
-        lambda: fs.export_hf(model, folder / "out"),
-        lambda: fs.check_export(folder / "out", model=model),
+        lambda: fs.load_weights(model, saved),
+        lambda: fs.export_hf(model, tmp_path / "out"),
+        lambda: fs.check_export(tmp_path / "out", model=model),
         lambda: fs.iter_hf_tensors(model),
     ):
         with pytest.raises(TypeError, match=r"pass the one inside, model\.model, which"):
             call()
     with pytest.raises(TypeError, match="load_full_state_dict reads a module of one's own"):
-        fs.load_weights(nn.Linear(2, 2), folder / "base")
-
-
-def test_a_module_around_a_model_is_told_what_to_pass(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "base", "mixtral")
-    run_distributed(_wrapped, 2, tmp_path)
+        fs.load_weights(nn.Linear(2, 2), saved)
