@@ -65,8 +65,7 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     again, optimizer, scheduler = _prepare(1, packed)
     loaded = fs.load_checkpoint(root, model=again, optimizer=optimizer)
     scheduler.load_state_dict(loaded.train_state["scheduler"])
-    assert loaded.step == 3
-    assert fs.evaluate(again, held_out) == evaluated
+    assert (loaded.step, fs.evaluate(again, held_out)) == (3, evaluated)
     # Loading once more after an evaluation, and after a step, brings the same state back.
     fs.load_checkpoint(root, model=again, optimizer=optimizer)
     assert _steps(again, optimizer, scheduler, windows[3:]) == rest, "losses and norms, bit for bit"

@@ -104,8 +104,11 @@ def _run(code: str, folder: Path, name: str) -> None:
 
 def _results(folder: Path) -> dict[str, bytes]:
     """What runs have left, without the pages' own stand-ins for a reader's model."""
-    made = [path for path in folder.rglob("*") if path.is_file() and path.name != "page.py"]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in made if "tiny" not in p.parts}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "page.py" and "tiny" not in path.parts
+    }
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=_name)
@@ -126,8 +129,9 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 def _run_again(code: str, folder: Path) -> None:
     """The second run is told what to do, before it trains, and what the first has made stays as it is."""
     before = _results(folder)
-    trains = code.replace("\noptimizer = ", "\nraise AssertionError('it trains')\noptimizer = ")
-    status, text = _outcome(trains, folder)
+    status, text = _outcome(
+        code.replace("\noptimizer = ", "\nraise AssertionError('it trains')\noptimizer = "), folder
+    )
     assert status == 1
     assert "choose another, move it away, or pass" in text or "move it away, or go on from it" in text, text
     assert _results(folder) == before
@@ -153,12 +157,10 @@ def test_every_public_exception_is_on_the_errors_page() -> None:
     public = [getattr(fs, name) for name in fs.__all__]
     exceptions = {kind for kind in public if isinstance(kind, type) and issubclass(kind, BaseException)}
     page = (ROOT / "docs/reference/errors.md").read_text()
-    rows = {
-        row[0]: row for row in re.findall(r"^\| `(\w+)` \| (`.*?`) \| .+ \| .+ \| .+ \|$", page, re.MULTILINE)
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?`) \| .+ \| .+ \| .+ \|$", page, re.MULTILINE))
+    assert rows == {
+        kind.__name__: ", ".join(f"`{base.__name__}`" for base in kind.__bases__) for kind in exceptions
     }
-    assert rows.keys() == {kind.__name__ for kind in exceptions}
-    for kind in exceptions:
-        assert rows[kind.__name__][1] == ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -198,10 +200,6 @@ SITE_PAGES = sorted(DOCS.glob("**/*.md"))
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?:e[+-]\d+)?%?")
 
 
-def _uri(page: Path) -> str:
-    return str(page.relative_to(DOCS))
-
-
 def _leads_to(page: Path) -> set[Path]:
     """Pages that the text of a page links to."""
     return {
@@ -216,23 +214,29 @@ def test_the_index_has_every_public_name_once() -> None:
     assert targets().keys() >= set(names)
 
 
-def test_public_names_become_links_once_and_code_stays() -> None:
-    text = (
-        "# `train_step`\n`fs.train_step(a)`, `train_step`, `train`\n[`windows`](x.md)\n```\n`evaluate`\n```\n"
-    )
-    linked = text.replace("`fs.train_step(a)`", "[`fs.train_step(a)`][fsdp_sft.step.train_step]")
-    assert link_names(text, "how-to/x.md") == linked
-    text = "`benchmarks/results/load.md`, [it](../../benchmarks/results/load.md#memory)"
-    linked = "[`benchmarks/results/load.md`](../results/load.md), [it](../results/load.md#memory)"
+@pytest.mark.parametrize(
+    ("text", "linked"),
+    [
+        (
+            "# `train_step`\n`fs.train_step(a)`, `train_step`, `train`\n[`windows`](x.md)\n"
+            "```\n`evaluate`\n```\n",
+            "# `train_step`\n[`fs.train_step(a)`][fsdp_sft.step.train_step], `train_step`, `train`\n"
+            "[`windows`](x.md)\n```\n`evaluate`\n```\n",
+        ),
+        (
+            "`benchmarks/results/load.md`, [it](../../benchmarks/results/load.md#memory)",
+            "[`benchmarks/results/load.md`](../results/load.md), [it](../results/load.md#memory)",
+        ),
+    ],
+)
+def test_public_names_become_links_once_and_code_stays(text: str, linked: str) -> None:
     assert link_names(text, "how-to/x.md") == linked
 
 
 def test_every_page_is_two_clicks_from_the_first() -> None:
     first = _leads_to(DOCS / "index.md")
     second = {page for near in first if near.suffix == ".md" for page in _leads_to(near)}
-    assert {_uri(page) for page in SITE_PAGES} - {_uri(p) for p in (first | second) if DOCS in p.parents} <= {
-        "index.md"
-    }
+    assert {*SITE_PAGES} - first - second <= {DOCS / "index.md"}
 
 
 def test_every_file_of_results_is_on_the_page_of_measurements() -> None:
@@ -251,8 +255,7 @@ def _table(page: Path, begins: str) -> list[list[str]]:
 def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
     compared = _table(DOCS / "measurements.md", "| | fsdp-sft |")
     measured = [[what, ours, "", link] for what, ours, link in _table(ROOT / "README.md", "| measured |")]
-    assert len(compared) == 16
-    assert len(measured) == 6
+    assert (len(compared), len(measured)) == (16, 6)
     for what, ours, others, details in compared + measured:
         file = re.search(r"\((?:\.\./)?benchmarks/results/([\w-]+\.md)(?:#[\w-]+)?\)", details)
         assert file is not None, what
@@ -263,8 +266,13 @@ def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
 
 def test_plans_of_well_known_models_are_the_planners() -> None:
     """Those of one model are computed again."""
-    command = [sys.executable, "-m", "benchmarks.published.models", "--only", "Llama 3.1 8B"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.published.models", "--only", "Llama 3.1 8B"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert len(lines) == 3
     assert set(lines) <= set((DOCS / "how-to/plan-a-run.md").read_text().splitlines())
@@ -291,6 +299,10 @@ def test_readme_is_short_and_shows_how_the_two_loops_differ() -> None:
 
 def test_the_picture_of_comparisons_finds_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "benchmarks.comparisons", "--output", str(tmp_path / "drawn.png")]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.comparisons", "--output", str(tmp_path / "drawn.png")],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     assert (tmp_path / "drawn.png").stat().st_size > 10_000

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,9 +21,10 @@ CHATS = [[("user", f"{i} + 1?"), ("assistant", f"{i + 1}")] for i in range(8)]
 
 def _is_made_by_others(value: Any) -> bool:
     """An error, a result or a protocol: what raises, returns or takes it has the example."""
-    is_protocol = getattr(value, "_is_protocol", False)
     return isinstance(value, type) and (
-        issubclass(value, Exception) or dataclasses.is_dataclass(value) or is_protocol
+        issubclass(value, Exception)
+        or dataclasses.is_dataclass(value)
+        or getattr(value, "_is_protocol", False)
     )
 
 
@@ -38,8 +38,11 @@ CALLABLES = {
 def _with_worked_examples() -> set[str]:
     """Modules whose docstrings have examples, whether or not they define public names."""
     root = Path(fs.__file__).parent
-    files = [path for path in root.rglob("*.py") if ">>> " in path.read_text()]
-    return {".".join(path.relative_to(root.parent).with_suffix("").parts) for path in files}
+    return {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        for path in root.rglob("*.py")
+        if ">>> " in path.read_text()
+    }
 
 
 def _given(words: set[str], folder: Path) -> dict[str, Any]:
@@ -83,15 +86,12 @@ def _tiny(folder: Path) -> str:
     return str(folder / "tiny")
 
 
-def _examples(module: ModuleType) -> list[doctest.DocTest]:
-    return [test for test in doctest.DocTestFinder().find(module) if test.examples]
-
-
 def run_examples(name: str, folder: Path) -> list[str]:
     """On one rank: the reports of examples that print something else."""
     fs.init_distributed()
     reports: list[str] = []
-    tests = _examples(importlib.import_module(name))
+    module = importlib.import_module(name)
+    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
     assert tests, "there are none"
     for test in tests:
         words = {word for example in test.examples for word in re.findall(r"\w+", example.source)}

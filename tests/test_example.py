@@ -75,8 +75,11 @@ def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
 
 def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    arguments = ("--output", str(output), "--micro-batch-size", "32", "--steps", "50")
-    code, text = Program(EXAMPLE, *arguments, environment=launches.environment()).wait(240)
+    code, text = Program(
+        EXAMPLE,
+        *("--output", str(output), "--micro-batch-size", "32", "--steps", "50"),
+        environment=launches.environment(),
+    ).wait(240)
     assert code == 0, text[-3000:]
     steps, losses, _ = zip(*launches.losses(output), strict=True)
     assert steps == tuple(range(1, 51))
@@ -89,9 +92,8 @@ def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_make_demo_goes_on_bit_for_bit_and_shows_it_on_one_page(tmp_path: Path) -> None:
     output = tmp_path / "demo"
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--output", str(output)]
-    done = subprocess.run(command, env=launches.environment(), capture_output=True, text=True, check=True)
-    same, of = re.findall(r"(\d+) of (\d+) steps that were made twice", done.stdout)[0]
+    text = launches.run([sys.executable, str(EXAMPLES / "demo.py"), "--output", str(output)])
+    same, of = re.findall(r"(\d+) of (\d+) steps that were made twice", text)[0]
     assert int(same) == int(of) >= 10
     page = (output / "report.html").read_text(encoding="utf-8")
     assert (page.count("data:image/png;base64,"), page.count("<iframe"), page.count("$")) == (1, 2, 0)
@@ -184,8 +186,9 @@ SHORT = ["--steps", "4", "--save-every", "2", "--seq-length", "128", "--dtype", 
 
 def _alone(output: Path, *arguments: str, code: int = 0) -> str:
     """What one rank prints."""
-    program = Program(LONG, "--output", str(output), *arguments, environment=launches.environment())
-    ended, text = program.wait()
+    ended, text = Program(
+        LONG, "--output", str(output), *arguments, environment=launches.environment()
+    ).wait()
     assert ended == code, text[-3000:]
     return text
 
@@ -244,8 +247,7 @@ def test_documents_are_cut_and_every_token_is_trained() -> None:
     rows = example.encode([{"text": text} for text in texts], tokenizer, 32)
     assert all(len(row.input_ids) <= 32 and row.labels == row.input_ids for row in rows)
     joined = [token for row in rows for token in row.input_ids]
-    ends = [tokenizer.eos_token_id]
-    assert joined == [token for text in texts for token in tokenizer(text).input_ids + ends]
+    assert joined == [t for text in texts for t in (*tokenizer(text).input_ids, tokenizer.eos_token_id)]
     with pytest.raises(SystemExit, match="row 1 has none"):
         example.encode([{"text": "a"}, {"messages": []}], tokenizer, 32)
 

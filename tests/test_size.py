@@ -36,8 +36,11 @@ def test_ceilings_are_lowered_and_never_raised() -> None:
 
 
 def test_a_room_that_starts_more_than_it_may_is_named() -> None:
-    none = {"tasks": 0, "started": 0}
-    allowed = {"step": {"tasks": 3, "started": 2}, "default": none, "all": {"tasks": 4, "started": 2}}
+    allowed = {
+        "step": {"tasks": 3, "started": 2},
+        "default": {"tasks": 0, "started": 0},
+        "all": {"tasks": 4, "started": 2},
+    }
     assert budget.exceeded({"step": Counter(tasks=3, started=2)}, allowed) == []
     named = [line.partition(":")[0] for line in budget.exceeded({"step": Counter(started=3)}, allowed)]
     assert named == ["step has 3 started and a budget of 2", "all has 3 started and a budget of 2"]

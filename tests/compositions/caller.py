@@ -210,21 +210,18 @@ def _be_odd(
 ) -> None:
     """What one rank does where the others train."""
     (model, inner, given, made), what = parts, draw["odd rank"]
-    if what == "leaves a step out":
-        return
-    if what == "evaluates":
-        evaluate()
-        return
-    if what == "saves":
-        fs.save_checkpoint(folder / "odd", 2, model=model, optimizer=given)
-        return
     if what == "another rate":
         made[0].param_groups[0]["lr"] = 0.5
     if what == "another block frozen":
         options.switch(options.block_of(inner, 1))
     changed = {"another clip": {"max_grad_norm": 0.5}, "another loss": {"loss_fn": architectures.summed_loss}}
-    window = window[:-1] if what == "one batch less" else window
-    fs.train_step(model, window, given, **step_options | changed.get(what, {}))
+    if what == "evaluates":
+        evaluate()
+    elif what == "saves":
+        fs.save_checkpoint(folder / "odd", 2, model=model, optimizer=given)
+    elif what != "leaves a step out":
+        window = window[:-1] if what == "one batch less" else window
+        fs.train_step(model, window, given, **step_options | changed.get(what, {}))
 
 
 # --- what it is given --------------------------------------------------------------------------------------
@@ -232,9 +229,8 @@ def _be_odd(
 
 def _loss_options(draw: Draw) -> dict[str, Any]:
     if draw["loss"] == "tokens":
-        weighted = draw["loss terms"] == "weights"
-        own = {"loss_fn": architectures.loss_of_tokens}
-        return own | ({"count_fn": architectures.weight_of_tokens} if weighted else {})
+        counts = {"count_fn": architectures.weight_of_tokens} if draw["loss terms"] == "weights" else {}
+        return {"loss_fn": architectures.loss_of_tokens, **counts}
     if draw["loss"] != "loss_fn":
         terms = options.loss_terms(draw)
         return {"loss_fn": lambda model, batch: fs.loss_sum(model, batch, **terms)[0]} if terms else {}
@@ -245,15 +241,13 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
 
 
 def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row], loop: Loop) -> float:
-    batches = [options.collated(draw, [row]) for row in held_out]
-    return fs.evaluate(model, batches[loop.rank :: loop.ranks], **_loss_options(draw)).loss
+    batches = [options.collated(draw, [row]) for row in held_out[loop.rank :: loop.ranks]]
+    return fs.evaluate(model, batches, **_loss_options(draw)).loss
 
 
 def _mesh(draw: Draw, first: int) -> Any:
     name = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
-    if name in ("single", "torch DDP 2"):
-        return None
-    return mesh_here(**MESHES.get(name, {}))
+    return None if name in ("single", "torch DDP 2") else mesh_here(**MESHES.get(name, {}))
 
 
 def _sharding(draw: Draw) -> dict[str, Any]:
@@ -276,8 +270,12 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     manner: dict[str, Any] = {"fullgraph": True, "dynamic": True} if draw["compile"] == "fullgraph" else {}
     config = options.adapter_config(draw)
     if draw["start"] == "load_pretrained":
-        common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
-        common["compile"] = draw["compile"] != "no"
+        common: dict[str, Any] = {
+            "mesh": mesh,
+            "sac_ratio": ratio,
+            "compile": draw["compile"] != "no",
+            **_sharding(draw),
+        }
         shards = mesh["dp_shard"].size() if "dp_shard" in (mesh.mesh_dim_names or ()) else 1
         sharing = int(draw["expert ranks"])
         if sharing > 1 and not shards % sharing:  # on other ranks, perhaps none share

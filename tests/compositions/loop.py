@@ -33,16 +33,15 @@ class Loop:
             self.loader = self._loader()
 
     def _loader(self) -> Any:
-        options_of: dict[str, Any] = {"collate_fn": self.collate}
-        options_of["num_workers"] = 2 if self.draw["loader"] == "sampler and workers" else 0
+        workers = 2 if self.draw["loader"] == "sampler and workers" else 0
+        options_of: dict[str, Any] = {"collate_fn": self.collate, "num_workers": workers}
         rows: Any = self.rows
         if self.draw["loader"] == "stream":
             return DataLoader(self.sampler, None, **options_of)
         if self.draw["batches"] != "padded":
             return DataLoader(rows, batch_sampler=self.sampler, **options_of)
         if self.draw["loader"] == "sampler of batches":
-            batches: Any = [self.collate([row]) for row in rows]
-            return DataLoader(batches, batch_size=None, sampler=self.sampler)
+            return DataLoader([self.collate([row]) for row in rows], batch_size=None, sampler=self.sampler)
         return DataLoader(rows, options.BATCH_ROWS, sampler=self.sampler, **options_of)
 
     def _sampler(self) -> Any:

@@ -32,10 +32,16 @@ def parts(draw: Draw) -> list[tuple[int, int]]:
 
 def resumed_mesh(draw: Draw) -> str:
     """The mesh that training goes on with."""
-    others = {"1": "fsdp 2", "fsdp 2": "fsdp 3", "fsdp 3": "1", "hsdp 2x2": "fsdp 2", "replicas 2": "fsdp 3"}
-    others |= {"cp 2": "fsdp 3", "cp 2 fsdp 2": "cp 2"}
-    mesh = draw["mesh"]
-    return others.get(mesh, mesh) if draw["resume"] == "other ranks" else mesh
+    others = {
+        "1": "fsdp 2",
+        "fsdp 2": "fsdp 3",
+        "fsdp 3": "1",
+        "hsdp 2x2": "fsdp 2",
+        "replicas 2": "fsdp 3",
+        "cp 2": "fsdp 3",
+        "cp 2 fsdp 2": "cp 2",
+    }
+    return others.get(draw["mesh"], draw["mesh"]) if draw["resume"] == "other ranks" else draw["mesh"]
 
 
 def micro_batches(draw: Draw) -> int:
@@ -100,13 +106,12 @@ def optimizers(draw: Draw, model: nn.Module, rounded: Any = None) -> list[torch.
 
 def kept_name(draw: Draw) -> str:
     """A submodule of blocks whose product is kept when the rest is recomputed."""
-    names = {
+    return {
         "learned positions": "c_attn",
         "convolution": "w2",
         "encoder-decoder": "wi",
         "not of transformers": "qkv",
-    }
-    return names.get(draw["architecture"], "o_proj")
+    }.get(draw["architecture"], "o_proj")
 
 
 def max_norm(draw: Draw) -> float | None:

@@ -23,8 +23,8 @@ def drawn_rows(seed: int, *, weighted: bool = False) -> list[Row]:
     generator = random.Random(seed)
     rows = []
     for index in range(NUM_ROWS):
-        name = [3 + index % 40, 50 + index // 40]
-        ids = name + [generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, LONGEST - 2))]
+        rest = [generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, LONGEST - 2))]
+        ids = [3 + index % 40, 50 + index // 40, *rest]
         first = len(ids) if index % 13 == 7 else generator.randint(1, len(ids) - 1)
         row: Row = {"input_ids": ids, "labels": [-100] * first + ids[first:]}
         if weighted and index % 3:
@@ -55,12 +55,8 @@ def padded(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 def of_answers(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """A batch for an encoder-decoder: the labels are what the decoder says, and are not shifted."""
-    batch = padded(rows)
-    answers = padded(
-        [{"input_ids": row["input_ids"][::-1], "labels": row["input_ids"][::-1]} for row in rows]
-    )
-    batch["labels"] = answers["labels"]
-    return batch
+    answers = [{"input_ids": row["input_ids"], "labels": row["input_ids"][::-1]} for row in rows]
+    return padded(rows) | {"labels": padded(answers)["labels"]}
 
 
 def rows_of(batch: dict[str, Any]) -> list[list[int]]:

@@ -17,12 +17,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import fsdp_sft as fs
-from fsdp_sft import dcp_io
 from fsdp_sft._process.codec import dumps
 from fsdp_sft.dcp_io import retention
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.trained import (
     DDP,
     HSDP,
@@ -117,7 +115,7 @@ def _load_many(root: Path, cases: list[tuple[Any, str]]) -> None:
 
 def test_two_ranks_load_at_any_number(tmp_path: Path) -> None:
     run_distributed(_save, 2, tmp_path, {}, "qwen2-tied")
-    assert dcp_io.verify_checkpoint(tmp_path / "step-2") == []
+    assert fs.verify_checkpoint(tmp_path / "step-2") == []
     again = [({}, ""), ({}, "stepped"), ({}, "pending"), (DDP, "other mesh"), (None, "other mesh")]
     run_distributed(_load_many, 2, tmp_path, again)
     for ranks, mesh_shape in ((1, None), (3, {}), (4, HSDP)):
@@ -253,7 +251,6 @@ def _job(seed: int, mesh: dict[str, int]) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def _save_for_torch(root: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
-    fs.init_distributed()
     model, optimizer = _job(0, mesh)
     train(model, optimizer, 0, 2)
     fs.save_checkpoint(root, 2, model=model, optimizer=optimizer, rank_state={"rows": torch.arange(3)})
@@ -264,7 +261,6 @@ def _save_for_torch(root: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
 
 
 def _load_by_torch(root: str, mesh: dict[str, int], expected: dict[str, Any]) -> None:
-    fs.init_distributed()
     model, optimizer = _job(7, mesh)
     train(model, optimizer, 0, 1)  # so that there is state of other values
     state: dict[str, Any] = {

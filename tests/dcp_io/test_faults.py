@@ -12,13 +12,11 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft import dcp_io
 from fsdp_sft._tensors import disk
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io import folder, saving
 from tests.faults.hostile import sign
-from tests.harness.device import mesh_here
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 from tests.harness.trained import (
     assert_same,
     everything,
@@ -153,10 +151,10 @@ def test_every_damage_is_found_before_the_model_is_touched(tmp_path: Path) -> No
     for name, (damage, words) in DAMAGE.items():
         shutil.copytree(tmp_path / "good", tmp_path / name)
         damage(tmp_path / name / "step-2")
-        problems = dcp_io.verify_checkpoint(tmp_path / name / "step-2")
+        problems = fs.verify_checkpoint(tmp_path / name / "step-2")
         assert problems, name
         assert words in problems[0]
-        assert dcp_io.verify_checkpoint(tmp_path / name / "step-1") == [], name
+        assert fs.verify_checkpoint(tmp_path / name / "step-1") == [], name
     run_distributed(_load_damaged, 2, str(tmp_path), list(DAMAGE))
     sound = {info.step: info.sound for info in fs.find_checkpoints(tmp_path / "cut short")}
     assert sound == {1: True, 2: False}
@@ -164,12 +162,11 @@ def test_every_damage_is_found_before_the_model_is_touched(tmp_path: Path) -> No
 
 def _rejected_loads(root: str, model: Any, optimizer: Any) -> None:
     before = everything(model, optimizer)
-    others: list[tuple[Any, str]] = [
+    for other, message in (
         (make_model(1, {}, wrap=False), r"not in it \(model.embed.*are not the model's \(count"),
         (make_model(1, {}, family="qwen2"), r"lm_head.weight is tied to \S+ in the checkpoint but not"),
         (make_model(1, None).bfloat16(), r"is torch.float32 .*, the model's is torch.bfloat16"),
-    ]
-    for other, message in others:
+    ):
         untouched = everything(other)
         with pytest.raises(fs.CheckpointMismatchError, match=message):
             fs.load_checkpoint(root, model=other)
@@ -227,7 +224,7 @@ def _failing_write(root: str, model: Any, optimizer: Any) -> None:
         torch.distributed.barrier()
         assert _names(root) == ["step-1"], (rank, name)
         torch.distributed.barrier()
-    assert dcp_io.verify_checkpoint(f"{root}/step-1") == []
+    assert fs.verify_checkpoint(f"{root}/step-1") == []
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder, "_VISIBLE_SECONDS", 0.1)
@@ -283,7 +280,6 @@ def test_saving(tmp_path: Path) -> None:
 
 
 def _alike(root: str, load: bool) -> None:
-    fs.init_distributed()
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
     fs.shard_model(model, mesh=mesh_here(), blocks={})
     if not load:

@@ -12,9 +12,8 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft.dcp_io import full_state
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 from tests.harness.trained import HSDP, assert_same
 
 
@@ -40,8 +39,7 @@ def _forward(model: Any) -> None:
 @pytest.mark.parametrize(("ranks", "mesh_shape"), [(2, {}), (4, HSDP), (1, None), (2, None)])
 @on_ranks()
 def test_any_model_comes_back(ranks: int, mesh_shape: Any, tmp_path: Path) -> None:
-    model = _model(1, mesh_shape)
-    expected = _full(_model(1, None))
+    model, expected = _model(1, mesh_shape), _full(_model(1, None))
     path = f"{tmp_path}/model.safetensors"
     _forward(model)
     fs.save_full_state_dict(model, path)

@@ -10,9 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.trained import assert_same
 
 optim = pytest.importorskip("torchao.optim")

@@ -43,6 +43,11 @@ def test_what_transformers_dequantised_is_exported_in_16_bits(kind: str, tmp_pat
     assert fs.build_meta_model(folder).state_dict().keys() == model.state_dict().keys()
 
 
+@pytest.fixture
+def llama() -> Any:
+    return tiny_model("llama")
+
+
 class _Lora(nn.Module):
     """A layer of one's own, as many scripts write it, around the weight."""
 
@@ -77,12 +82,11 @@ PUT_IN = {
 
 
 @pytest.mark.parametrize("put_in", PUT_IN)
-def test_parts_that_the_class_does_not_have_are_refused(put_in: Any, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    put_in(model)
+def test_parts_that_the_class_does_not_have_are_refused(put_in: Any, llama: Any, tmp_path: Path) -> None:
+    put_in(llama)
     for call in (
-        lambda: fs.check_export(tmp_path / "o", model=model),
-        lambda: fs.export_hf(model, tmp_path / "o"),
+        lambda: fs.check_export(tmp_path / "o", model=llama),
+        lambda: fs.export_hf(llama, tmp_path / "o"),
     ):
         with pytest.raises(
             fs.UnsupportedModelError, match=f"not be read as it was trained: .*{PUT_IN[put_in]}"
@@ -91,11 +95,10 @@ def test_parts_that_the_class_does_not_have_are_refused(put_in: Any, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_a_buffer_that_the_class_does_not_have_is_told(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    model.model.register_buffer("seen", torch.zeros(3))
+def test_a_buffer_that_the_class_does_not_have_is_told(llama: Any, tmp_path: Path) -> None:
+    llama.model.register_buffer("seen", torch.zeros(3))
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM does not read: model\.seen"):
-        fs.export_hf(model, tmp_path / "out")
+        fs.export_hf(llama, tmp_path / "out")
     assert "model.seen" in tensors_of(tmp_path / "out")
 
 
@@ -115,54 +118,48 @@ def test_a_class_of_ones_own_passes_and_adapters_of_a_tied_head_do_not(tmp_path:
         fs.check_export(tmp_path / "tied", model=tied)
 
 
-def test_weights_that_transformers_holds_quantised_are_refused(tmp_path: Path) -> None:
-    model: Any = tiny_model("llama")
+def test_weights_that_transformers_holds_quantised_are_refused(llama: Any, tmp_path: Path) -> None:
     # What bitsandbytes and FP8 on a GPU leave; neither runs here.
-    model.is_quantized = True
-    model.config.quantization_config = {"quant_method": "bitsandbytes"}
-    calls = (
-        lambda: fs.shard_model(model, mesh=None),  # refused before the mesh is looked at
-        lambda: fs.check_export(tmp_path / "out", model=model),
-        lambda: fs.export_hf(model, tmp_path / "out"),
-        lambda: fs.shard_model(nn.Sequential(model), mesh=None),
-    )
-    for call in calls:
+    llama.is_quantized = True
+    llama.config.quantization_config = {"quant_method": "bitsandbytes"}
+    for call in (
+        lambda: fs.shard_model(llama, mesh=None),  # refused before the mesh is looked at
+        lambda: fs.check_export(tmp_path / "out", model=llama),
+        lambda: fs.export_hf(llama, tmp_path / "out"),
+        lambda: fs.shard_model(nn.Sequential(llama), mesh=None),
+    ):
         with pytest.raises(fs.UnsupportedModelError, match=r"quantised \(bitsandbytes\).*load_pretrained"):
             call()
 
 
-def test_a_model_that_transformers_read_from_a_gguf_is_exported(tmp_path: Path) -> None:
-    model: Any = tiny_model("llama")
-    model.is_quantized = True  # also of weights that were dequantised while they were read
-    model.config.quantization_config = {"quant_method": "gguf"}
-    assert "quantization_config" not in json.loads(
-        (fs.export_hf(model, tmp_path / "out") / "config.json").read_text()
-    )
-    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(4, dtype=torch.uint8), False)
+def test_a_model_that_transformers_read_from_a_gguf_is_exported(llama: Any, tmp_path: Path) -> None:
+    llama.is_quantized = True  # also of weights that were dequantised while they were read
+    llama.config.quantization_config = {"quant_method": "gguf"}
+    folder = fs.export_hf(llama, tmp_path / "out")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    llama.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(4, dtype=torch.uint8), False)
     with pytest.raises(fs.UnsupportedModelError, match=r"quantised \(gguf\)"):
-        fs.check_export(tmp_path / "packed", model=model)
+        fs.check_export(tmp_path / "packed", model=llama)
 
 
 EDITED = {"rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
 AT_WILL = {"use_cache": True, "eos_token_id": 3, "attention_dropout": 0.1, "router_aux_loss_coef": 0.1}
 
 
-def test_a_config_that_is_edited_after_the_model_was_built_is_named(tmp_path: Path) -> None:
+def test_a_config_that_is_edited_after_the_model_was_built_is_named(llama: Any, tmp_path: Path) -> None:
     built: Any = fs.build_meta_model(save_tiny(tmp_path / "base"))
-    model: Any = tiny_model("llama")
-    fs.check_export(tmp_path / "out", model=model)
-    vars(model.config).update(AT_WILL)
+    fs.check_export(tmp_path / "out", model=llama)
+    vars(llama.config).update(AT_WILL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fs.check_export(tmp_path / "out", model=model)
-    for each in (built, model):
+        fs.check_export(tmp_path / "out", model=llama)
+    for each in (built, llama):
         vars(each.config).update(EDITED)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     for call in (
         lambda: fs.shard_model(built),  # which then fails, as no ranks have met
-        lambda: fs.check_export(tmp_path / "out", model=model),
-        lambda: fs.train_step(model, ragged_batches(1), sgd),
-        lambda: fs.export_hf(model, tmp_path / "out"),
+        lambda: fs.check_export(tmp_path / "out", model=llama),
+        lambda: fs.train_step(llama, ragged_batches(1), torch.optim.SGD(llama.parameters(), lr=0.0)),
+        lambda: fs.export_hf(llama, tmp_path / "out"),
     ):
         with suppress(RuntimeError), pytest.warns(UserWarning, match="^rms_norm_eps, rope_parameters of"):
             call()

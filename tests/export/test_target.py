@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import fsdp_sft as fs
 from fsdp_sft.export import target as target_module
-from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
-from tests.harness.ranks import on_ranks
+from tests.harness.ranks import mesh_here, on_ranks
 
 
 def _digests(folder: Path) -> dict[str, str]:

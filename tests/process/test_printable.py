@@ -10,6 +10,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft._process.callers import warn_caller
+from fsdp_sft.commands import main
 from fsdp_sft.errors import abridged, printable
 from tests.harness import chat_templates as ct
 from tests.harness.models import ragged_batches, tiny_model
@@ -39,17 +40,14 @@ def _acts(text: str) -> list[str]:
 @pytest.mark.parametrize("name", ACT)
 def test_what_acts_is_written_as_an_escape(name: str) -> None:
     text = f"a{ACT[name]}b"
-    assert _acts(printable(text)) == []
+    errors = (fs.CheckpointError(text), fs.CheckpointNotFoundError(2, text, text))
+    assert [_acts(shown) for shown in (printable(text), abridged([text]), *map(str, errors))] == [[]] * 4
     assert printable(text).startswith("a\\")
-    assert _acts(str(fs.CheckpointError(text))) == []
-    assert _acts(str(fs.CheckpointNotFoundError(2, text, text))) == []
-    assert _acts(abridged([text])) == []
 
 
 def test_what_does_not_act_stays() -> None:
     text = "line\n\tzwj \u200d, zwnj \u200c, é, 漢字, עברית, 🧑‍🚀"
-    assert printable(text) == text
-    assert str(fs.CheckpointError(text)) == text
+    assert (printable(text), str(fs.CheckpointError(text))) == (text, text)
 
 
 def test_a_name_is_no_longer_than_a_person_reads() -> None:
@@ -67,8 +65,6 @@ def test_warnings_and_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str
         warnings.simplefilter("always")
         warn_caller(BAD)
     assert _acts(str(told[0].message)) == []
-    from fsdp_sft.commands import main
-
     assert main(["inspect-data", str(tmp_path / "\x1b[31mname"), "--tokenizer", "none"]) != 0
     assert _acts("".join(capsys.readouterr()).replace("\r", "")) == []
 
@@ -85,8 +81,7 @@ def test_rows_and_the_page_of_labels() -> None:
     contents = ([(BAD, "x")], [("user", "\udc80")], [("user", "q"), ("assistant", "a")])
     rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in contents]
     _, counts = fs.filter_rows(rows, own, on_error="count")
-    assert counts["malformed"] == 2
-    assert _acts(str(counts.examples)) == []
+    assert (counts["malformed"], _acts(str(counts.examples))) == (2, [])
 
 
 # --- warnings point at the caller's line --------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tests.harness.quantised_folders import (
 from tests.harness.quantised_weights import FORMATS, Written, fp8_block, int4, mxfp4_experts, nf4
 from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
-TIED = {"hidden_size": 64, "num_hidden_layers": 1}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 1}
 HYBRID = {"dp_replicate": 2}
 
 
@@ -115,7 +115,7 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path, columns: bool) -> No
 
 
 def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
-    quantised(tmp_path, fp8_block, "qwen2-tied", marked="embed_tokens", **TIED)
+    quantised(tmp_path, fp8_block, "qwen2-tied", marked="embed_tokens", **SMALL)
     head = fp8_block(101, 64)
     rewrite(
         tmp_path / "stored",
@@ -247,8 +247,7 @@ def test_integers_that_are_shifted_or_in_another_order(
 
 
 def test_scales_of_a_cache_beside_attention_in_16_bits(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1}
-    made = quantised(tmp_path, FORMATS["fp8 of modelopt"], marked="mlp", **sizes)
+    made = quantised(tmp_path, FORMATS["fp8 of modelopt"], marked="mlp", **SMALL)
     scales = {f"model.layers.0.self_attn.{n}_proj.{n}_scale": torch.ones(()) for n in "kv"}
     rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | scales)
     model = fs.build_meta_model(tmp_path / "stored")

@@ -1,5 +1,6 @@
 """Parameters cut along the dimension that lies evenly on the ranks: loaded, trained, saved, exported."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,22 @@ EXPERTS = 3  # uneven over 2 and over 4 ranks
 
 
 def test_the_first_dimension_unless_another_is_evener() -> None:
-    assert units.shard_dim((4096, 4096), 64) == 0
-    assert units.shard_dim((8, 28672, 4096), 64) == 1
-    assert units.shard_dim((8, 3, 4096), 64) == 2
-    assert units.shard_dim((8, 3, 5), 64) == 0  # no dimension divides
-    assert units.shard_dim((1001, 64), 4) == 0  # uneven by less than 5 %
-    assert units.shard_dim((9, 64), 4) == 1
-    for nothing in ((), (0, 8), (8, 0)):
-        assert units.shard_dim(nothing, 4) == 0
+    dims = {
+        ((4096, 4096), 64): 0,
+        ((8, 28672, 4096), 64): 1,
+        ((8, 3, 4096), 64): 2,
+        ((8, 3, 5), 64): 0,  # no dimension divides
+        ((1001, 64), 4): 0,  # uneven by less than 5 %
+        ((9, 64), 4): 1,
+        **{(nothing, 4): 0 for nothing in ((), (0, 8), (8, 0))},
+    }
+    assert {case: units.shard_dim(*case) for case in dims} == dims
 
 
 def test_what_a_rank_has_memory_for_is_the_largest_chunk() -> None:
-    for shape in ((8, 6, 4), (9, 64), (5,), (101, 3), (3, 3)):
-        for shards in (1, 2, 4, 6, 64):
-            chunks = torch.empty(shape).chunk(shards, units.shard_dim(shape, shards))
-            assert units.shard_numel(shape, shards) == max(chunk.numel() for chunk in chunks)
+    for shape, shards in itertools.product(((8, 6, 4), (9, 64), (5,), (101, 3), (3, 3)), (1, 2, 4, 6, 64)):
+        chunks = torch.empty(shape).chunk(shards, units.shard_dim(shape, shards))
+        assert units.shard_numel(shape, shards) == max(chunk.numel() for chunk in chunks)
     assert units.shard_numel((), 4) == 1
 
 
@@ -47,8 +49,9 @@ def _run(folder: str, evenly: bool) -> tuple[list[float], list[float], dict[str,
     if not evenly:  # the oracle: FSDP2 as it is
         units.shard_dim = lambda shape, shards: 0  # type: ignore[assignment]
     model = _model()
-    placements = {p.placements[-1].dim for p in model.parameters() if isinstance(p, DTensor)}
-    assert placements == ({0, 1} if evenly else {0})
+    assert {p.placements[-1].dim for p in model.parameters() if isinstance(p, DTensor)} == (
+        {0, 1} if evenly else {0}
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for step, window in enumerate(windows_of_rank(2, device_here())):
@@ -66,14 +69,13 @@ def _run(folder: str, evenly: bool) -> tuple[list[float], list[float], dict[str,
 
 
 def test_training_is_that_with_first_dimensions(tmp_path: Path) -> None:
-    found = run_distributed(_run, 2, str(tmp_path / "run"), True, timeout=240)[0]
-    expected = run_distributed(_run, 2, str(tmp_path / "first"), False, timeout=240)[0]
-    assert found[0] == expected[0]
-    assert found[1] == pytest.approx(expected[1], rel=1e-5)  # of other sums
+    losses, norms, ours = run_distributed(_run, 2, str(tmp_path / "run"), True, timeout=240)[0]
+    first = run_distributed(_run, 2, str(tmp_path / "first"), False, timeout=240)[0]
+    assert (losses, norms) == (first[0], pytest.approx(first[1], rel=1e-5))  # norms are of other sums
     exported = tf.MixtralForCausalLM.from_pretrained(tmp_path / "run-export", dtype=torch.float32)
     for name, weight in exported.state_dict().items():
-        assert torch.equal(found[2][name], expected[2][name]), name
-        assert torch.equal(weight, found[2][name]), name
+        assert torch.equal(ours[name], first[2][name]), name
+        assert torch.equal(weight, ours[name]), name
 
 
 @on_ranks(2)
@@ -105,8 +107,7 @@ def test_a_smaller_mesh_after_forward_keeps_first_dimensions() -> None:
         fs.shard_model(model, mesh=mesh_here(), reshard_after_forward=reshard)
         blocks = {p.placements[-1] for n, p in model.named_parameters() if ".layers." in n}
         assert blocks == ({Shard(0), Shard(1)} if reshard is True else {Shard(0)})
-        fs.loss_sum(model, {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()})[
-            0
-        ].backward()
+        batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
+        fs.loss_sum(model, batch)[0].backward()
         gradients.append({name: full(p.grad) for name, p in model.named_parameters()})
     assert largest_error(*gradients) < 1e-6

@@ -24,16 +24,16 @@ def _drawn(seed: int) -> tuple[Sharding, tuple[int, ...], int]:
         for axis in draw.sample(range(len(mesh)), draw.randint(0, len(mesh)))
     )
     size = torch.Size(mesh).numel()
-    ranks = tuple(draw.sample(range(size + 3), size)) if draw.random() < 0.5 else None
-    sharding = Sharding(mesh, ranks, splits)
+    sharding = Sharding(
+        mesh, tuple(draw.sample(range(size + 3), size)) if draw.random() < 0.5 else None, splits
+    )
     return sharding, shape, draw.randrange(sharding.copies)
 
 
 def _by_torch(sharding: Sharding, shape: tuple[int, ...], copy: int) -> dict[int, torch.Tensor]:
     """Rank to the elements that it has, by cutting a tensor of numbers; no arithmetic shared."""
     numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    cut = [axis for axis, _ in sharding.splits]
-    others = [axis for axis in range(len(sharding.mesh_shape)) if axis not in cut]
+    others = [axis for axis in range(len(sharding.mesh_shape)) if axis not in dict(sharding.splits)]
     copies = list(itertools.product(*(range(sharding.mesh_shape[axis]) for axis in others)))
     grid = torch.tensor(sharding.ranks or range(torch.Size(sharding.mesh_shape).numel())).reshape(
         sharding.mesh_shape
@@ -56,8 +56,7 @@ def test_parts_are_those_of_torch_chunk(first: int) -> None:
     for seed in range(first, first + 100):
         sharding, shape, copy = _drawn(seed)
         numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
-        expected = _by_torch(sharding, shape, copy)
-        parts = dict(sharding.parts(shape, copy))
+        expected, parts = _by_torch(sharding, shape, copy), dict(sharding.parts(shape, copy))
         assert parts.keys() == expected.keys()
         for rank, box in parts.items():
             assert torch.equal(numbers[box.slices], expected[rank])
@@ -75,8 +74,8 @@ def test_parts_are_those_of_torch_chunk(first: int) -> None:
 
 
 def test_whole_tensors_and_those_of_one_rank() -> None:
-    assert list(Sharding((4,), None, ()).parts((), 3)) == [(3, Box((), ()))]
-    assert list(Sharding((4,), None, ()).parts((0, 4), 1)) == []
+    everywhere = Sharding((4,), None, ())
+    assert (list(everywhere.parts((), 3)), list(everywhere.parts((0, 4), 1))) == ([(3, Box((), ()))], [])
     stored = StoredTensor((2, 3), torch.int8, "model.x", Sharding((1,), (5,), ()))
     assert list(stored.parts(Box((0, 0), (2, 3)))) == [("shards/00005.safetensors", Box((0, 0), (2, 3)))]
     assert stored.part_of_rank(4) is None
@@ -116,8 +115,8 @@ def test_a_strided_shard_is_cut_after_the_axes_that_follow() -> None:
         placements = [Replicate(), _StridedShard(0, split_factor=sharing), Shard(0)]
         for i, j in itertools.product(range(parts), range(sharing)):
             box = _at((13, 5), placements, (2, parts, sharing), (1, i, j))
-            assert numbers[box.slices[:1]].tolist() == _chunk(_chunk(numbers, sharing, j), parts, i).tolist()
-            assert box.shape[1] == 5
+            rows = _chunk(_chunk(numbers, sharing, j), parts, i)
+            assert (numbers[box.slices[:1]].tolist(), box.shape[1]) == (rows.tolist(), 5)
     assert _at((8, 6), [Shard(1), Shard(0)], (2, 4), (1, 3)) == Box((6, 3), (2, 3))
     assert _at((8, 6), [_StridedShard(-2, split_factor=4), Shard(-2)], (2, 4), (1, 3)) == Box((7, 0), (1, 6))
 

@@ -5,19 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.composed import composed
-from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny
-from tests.harness.models import full, tiny_model
+from tests.harness.models import FLOAT32, full, tiny_model
 from tests.harness.poison import is_poisoned
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 
-PLAIN = MixedPrecisionPolicy()
 MESHES = [(2, {}), (4, {"dp_replicate": 2})]
 # What each family is asked to train whole beside its adapters.
 SAVED = {
@@ -48,7 +45,7 @@ def _check_copies(root: Path, mesh_shape: dict[str, int]) -> None:
                 fs.build_meta_model(root / family), _lora(modules_to_save=modules), seed=3
             )
             if shape is not None:
-                fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=PLAIN)
+                fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=FLOAT32)
             report = fs.load_weights(model, root / family)
             assert difference(model, _oracle(root / family, modules_to_save=modules)) == [], family
             for kind, part in (("copy", ".modules_to_save."), ("kept", "lora_")):

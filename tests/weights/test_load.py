@@ -9,21 +9,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import reader as read
-from fsdp_sft.weights import build_meta_model, load_weights, meta
-from fsdp_sft.weights.load import load_pretrained
+from fsdp_sft.weights import meta
 from tests.harness.composed import composed
-from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.layouts import register_layout
-from tests.harness.models import full, ragged_batches
+from tests.harness.models import FLOAT32, full, ragged_batches
 from tests.harness.multimodal import tiny
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
-FLOAT32 = MixedPrecisionPolicy()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2", "t5", "bert"]
 
@@ -96,13 +92,13 @@ def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_what_one_rank_is_told_or_lacks_is_an_error_on_all(saved: Path) -> None:
     """Ranks told otherwise would send what others do not expect, and gloo would write beyond its memory."""
-    model = build_meta_model(saved)
+    model = fs.build_meta_model(saved)
     fs.shard_model(model, mesh=mesh_here(dp_replicate=2), mp_policy=FLOAT32)
     missing: Any = ("error", "initialise")[dist.get_rank()]
     with pytest.raises(ValueError, match="missing='error' and 'initialise', on ranks 0 and 1"):
-        load_weights(model, saved, missing=missing)
+        fs.load_weights(model, saved, missing=missing)
     with pytest.raises(ValueError, match="seed=0 and 1, on ranks 0 and 1"):
-        load_weights(model, saved, seed=dist.get_rank())
+        fs.load_weights(model, saved, seed=dist.get_rank())
     original = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -112,8 +108,8 @@ def test_what_one_rank_is_told_or_lacks_is_an_error_on_all(saved: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="no memory"):
         patch.setattr(torch, "empty", empty)
-        load_weights(model, saved)
-    load_weights(model, saved)
+        fs.load_weights(model, saved)
+    fs.load_weights(model, saved)
     assert difference(model, plain(saved)) == []
 
 
@@ -211,14 +207,14 @@ def test_loading_again_after_an_evaluation(saved: Path) -> None:
         first = model(**batch).logits  # leaves the root's parameters gathered
         for parameter in model.parameters():
             parameter.zero_()
-    load_weights(model, saved)
+    fs.load_weights(model, saved)
     assert torch.equal(model(**batch).logits, first)
 
 
 @pytest.mark.accelerator
 @on_ranks(2)
 def test_load_pretrained_composes_the_steps(saved: Path) -> None:
-    model = load_pretrained(os.path.relpath(saved), mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
+    model = fs.load_pretrained(os.path.relpath(saved), mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
     parts = composed(saved, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
     assert (difference(model, plain(saved)), difference(model, parts)) == ([], [])
     assert (model.load_report.sources, model.name_or_path) == (parts.load_report.sources, str(saved))

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests import plain as plainly
 from tests.harness import multimodal
 from tests.harness.architectures import tiny_architecture
-from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
-from tests.harness.models import VOCAB, full, ragged_batches
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.models import FLOAT32, VOCAB, full, ragged_batches
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 
-FLOAT32 = MixedPrecisionPolicy()
 NEW = VOCAB + 6
 FAMILIES = ["llama", "qwen2-tied", "gemma3", "gpt2", "bert", "t5"]
 
