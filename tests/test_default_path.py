@@ -76,14 +76,13 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     assert fs.evaluate(again, held_out) == evaluated
 
     exported = fs.export_hf(model, root.parent / "export")
+    trained = {} if packed is not None else {name: full(p) for name, p in model.named_parameters()}
     if rank == 0:
         from transformers import AutoModelForCausalLM
 
         plain = AutoModelForCausalLM.from_pretrained(exported)
         assert plain.dtype == torch.bfloat16
-    for name, p in () if packed is not None else model.named_parameters():
-        value = full(p)
-        if rank == 0:
+        for name, value in trained.items():
             assert torch.equal(plain.state_dict()[name], value.bfloat16()), name
     return rest
 

@@ -102,8 +102,7 @@ def test_make_demo_goes_on_bit_for_bit_and_shows_it_on_one_page(tmp_path: Path) 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     code, text = Program(EXAMPLE, "--output", str(tmp_path), environment=launches.environment()).wait()
-    assert code == 1
-    assert "holds an earlier run: give --resume, or another --output" in text
+    assert (code, "holds an earlier run: give --resume, or another --output" in text) == (1, True), text
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:

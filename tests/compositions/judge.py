@@ -67,10 +67,11 @@ def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
     told: list[list[Told]] = []
     for first, last in options.parts(draw):
         mesh = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
-        asked = dict(draw), folder, rows, held_out, first, last
         most = _SECONDS if draw["compile"] == "no" else _COMPILING_SECONDS
         with poisoned():
-            results = run_distributed(run, options.ranks_of(mesh), *asked, timeout=most)
+            results = run_distributed(
+                run, options.ranks_of(mesh), dict(draw), folder, rows, held_out, first, last, timeout=most
+            )
         refusals = [result for result in results if isinstance(result, tuple)]
         if refusals:
             return _refused(draw, refusals, len(results))

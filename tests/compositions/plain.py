@@ -95,9 +95,12 @@ def train(
         options.change(draw, step, made, model, call.copy)
         if draw[f"before step {step}"] == "evaluate":
             found.evaluations.append(_evaluated(draw, call, held_out))
-        keep = None if found.gradients else found.gradients
         _, norm = plain.step(
-            model, _losses(draw, call, window, found), made, max_norm=options.max_norm(draw), keep=keep
+            model,
+            _losses(draw, call, window, found),
+            made,
+            max_norm=options.max_norm(draw),
+            keep=None if found.gradients else found.gradients,
         )
         found.norms.append(norm)
         call.refresh()

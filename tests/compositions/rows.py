@@ -23,8 +23,11 @@ def drawn_rows(seed: int, *, weighted: bool = False) -> list[Row]:
     generator = random.Random(seed)
     rows = []
     for index in range(NUM_ROWS):
-        rest = [generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, LONGEST - 2))]
-        ids = [3 + index % 40, 50 + index // 40, *rest]
+        ids = [
+            3 + index % 40,
+            50 + index // 40,
+            *[generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, LONGEST - 2))],
+        ]
         first = len(ids) if index % 13 == 7 else generator.randint(1, len(ids) - 1)
         row: Row = {"input_ids": ids, "labels": [-100] * first + ids[first:]}
         if weighted and index % 3:

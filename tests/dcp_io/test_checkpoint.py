@@ -116,8 +116,12 @@ def _load_many(root: Path, cases: list[tuple[Any, str]]) -> None:
 def test_two_ranks_load_at_any_number(tmp_path: Path) -> None:
     run_distributed(_save, 2, tmp_path, {}, "qwen2-tied")
     assert fs.verify_checkpoint(tmp_path / "step-2") == []
-    again = [({}, ""), ({}, "stepped"), ({}, "pending"), (DDP, "other mesh"), (None, "other mesh")]
-    run_distributed(_load_many, 2, tmp_path, again)
+    run_distributed(
+        _load_many,
+        2,
+        tmp_path,
+        [({}, ""), ({}, "stepped"), ({}, "pending"), (DDP, "other mesh"), (None, "other mesh")],
+    )
     for ranks, mesh_shape in ((1, None), (3, {}), (4, HSDP)):
         run_distributed(_load_many, ranks, tmp_path, [(mesh_shape, "")])
 

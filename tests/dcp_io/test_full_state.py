@@ -1,7 +1,6 @@
 """One file with the whole model: written from and read into any sharding, and what is refused."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_sft as fs
+from fsdp_sft._tensors import gather
 from fsdp_sft.dcp_io import full_state
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import device_here, mesh_here, on_ranks
@@ -69,25 +69,28 @@ def bad_files(tmp_path: Path) -> dict[str, tuple[type[Exception], str]]:
     """The errors that files end in, by their paths."""
     state = {name: tensor.clone() for name, tensor in _model(1, None).state_dict().items()}
     without = {name: tensor for name, tensor in state.items() if "layers.1.mlp.up" not in name}
-    bad: dict[str, tuple[Any, str]] = {
+    others = {
         "missing": (without, "not in it.*layers.1.mlp.up"),
         "extra": ({**state, "surplus": torch.ones(2)}, "not the model's.*surplus"),
         "shape": ({**state, "model.norm.weight": torch.ones(7)}, "model.norm.weight"),
         "kind": ({**state, "model.steps": torch.tensor(1.5)}, "model.steps"),
         "untied": ({**state, "lm_head.weight": state["lm_head.weight"] + 1}, "one tensor in the model"),
     }
-    made: dict[str, tuple[type[Exception], str]] = {}
-    for name, (content, message) in bad.items():
+    for name, (content, _) in others.items():
         save_file(content, tmp_path / f"{name}.safetensors")
-        made[str(tmp_path / f"{name}.safetensors")] = fs.CheckpointMismatchError, message
     cut = tmp_path / "cut.safetensors"
     save_file(state, cut)
     os.truncate(cut, cut.stat().st_size - 1000)
-    made[str(cut)] = fs.CheckpointCorruptError, "cut|file"
     torch.save(state, tmp_path / "model.pt")
-    made[str(tmp_path / "model.pt")] = fs.CheckpointCorruptError, "by save_file of safetensors.torch"
-    made[str(tmp_path / "absent.safetensors")] = fs.CheckpointNotFoundError, "no file"
-    return made
+    return {
+        **{
+            str(tmp_path / f"{name}.safetensors"): (fs.CheckpointMismatchError, message)
+            for name, (_, message) in others.items()
+        },
+        str(cut): (fs.CheckpointCorruptError, "cut|file"),
+        str(tmp_path / "model.pt"): (fs.CheckpointCorruptError, "by save_file of safetensors.torch"),
+        str(tmp_path / "absent.safetensors"): (fs.CheckpointNotFoundError, "no file"),
+    }
 
 
 def _refused_loads(folder: Path, cases: dict[str, tuple[type[Exception], str]]) -> None:
@@ -111,7 +114,6 @@ def _refused_saves(folder: Path) -> None:
     def full_disk(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    gather: Any = sys.modules["fsdp_sft._tensors.gather"]
     for rank, module, name in (
         (0, full_state, "create"),
         (0, full_state, "write_at"),

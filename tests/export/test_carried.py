@@ -21,9 +21,8 @@ from tests.harness.ranks import mesh_here, on_ranks
 from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_code
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
+def _config_of(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
 
 
 @on_ranks(1)

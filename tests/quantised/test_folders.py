@@ -248,8 +248,11 @@ def test_integers_that_are_shifted_or_in_another_order(
 
 def test_scales_of_a_cache_beside_attention_in_16_bits(tmp_path: Path) -> None:
     made = quantised(tmp_path, FORMATS["fp8 of modelopt"], marked="mlp", **SMALL)
-    scales = {f"model.layers.0.self_attn.{n}_proj.{n}_scale": torch.ones(()) for n in "kv"}
-    rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | scales)
+    rewrite(
+        tmp_path / "stored",
+        tensors_of(tmp_path / "stored")
+        | {f"model.layers.0.self_attn.{n}_proj.{n}_scale": torch.ones(()) for n in "kv"},
+    )
     model = fs.build_meta_model(tmp_path / "stored")
     with pytest.raises(fs.CheckpointFormatError, match="k_scale"):
         fs.load_weights(model, tmp_path / "stored")

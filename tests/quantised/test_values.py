@@ -41,8 +41,11 @@ def _stacked(make: Callable[[int, int], Written], count: int, rows: int, columns
     each = [make(rows, columns) for _ in range(count)]
     weights = torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each])
     scales = torch.stack([one.tensors[".weight_scale_inv"] for one in each])
-    tensors = {"": weights.view(torch.float8_e4m3fn), "_scale_inv": scales}
-    return Written(tensors, torch.stack([one.values for one in each]), each[0].settings)
+    return Written(
+        {"": weights.view(torch.float8_e4m3fn), "_scale_inv": scales},
+        torch.stack([one.values for one in each]),
+        each[0].settings,
+    )
 
 
 def _one_scale(*shape: int) -> Written:
@@ -163,8 +166,7 @@ def test_an_exponent_of_255_is_no_number(tmp_path: Path) -> None:
     made.tensors[".weight_scale"][3, 1] = 255
     (source,) = opened(tmp_path, made).values()
     out, _ = read(source, whole((24, 64)))
-    assert out[3, 32:].isnan().all()
-    assert out.isnan().sum() == 32
+    assert out.isnan().nonzero().tolist() == [[3, column] for column in range(32, 64)]
 
 
 # --- what the formats' own packages packed and dequantised; benchmarks/checks/golden.py ----------------

@@ -248,9 +248,11 @@ dist.destroy_process_group()
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    outside = {name: value for name, value in os.environ.items() if name not in ALL}
     subprocess.run(
-        launches.torchrun(2, "--standalone", str(script), str(tmp_path)), env=outside, timeout=120, check=True
+        launches.torchrun(2, "--standalone", str(script), str(tmp_path)),
+        env={name: value for name, value in os.environ.items() if name not in ALL},
+        timeout=120,
+        check=True,
     )
     for rank in range(2):
         *values, text = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -14,5 +14,5 @@ def into_memory_that_is_nan(fresh_memory_is_nan: None) -> None:
 
 @pytest.fixture
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with a tiny Llama, or one of the family that a test is parametrised by."""
-    return save_tiny(tmp_path / "saved", getattr(request, "param", "llama"))
+    """A folder with a tiny Llama, or with what a test asks ``save_tiny`` for by a parameter."""
+    return save_tiny(tmp_path / "saved", **getattr(request, "param", {}))

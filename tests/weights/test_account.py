@@ -124,7 +124,7 @@ def test_adapters_taken_from_other_base_weights_are_refused(saved: Path) -> None
         assert all(torch.equal(tensor, before[name]) for name, tensor in _named(model))
 
 
-@pytest.mark.parametrize("saved", ["qwen2-tied"], indirect=True)
+@pytest.mark.parametrize("saved", [{"family": "qwen2-tied"}], indirect=True)
 def test_every_tensor_has_one_source(saved: Path) -> None:
     model = fs.build_meta_model(saved)
     model.register_buffer("own", torch.ones(2))

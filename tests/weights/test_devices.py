@@ -40,8 +40,11 @@ def _several_threads_and_small_pieces() -> None:
 
 def _wrong_values(model: Any, folder: Path) -> list[str]:
     expected, device = dict(plain(folder).named_parameters()), torch.accelerator.current_accelerator()
-    named = [(name, full(p.detach().to(device)).cpu()) for name, p in model.named_parameters()]
-    return [name for name, value in named if not torch.equal(value, expected[name])]
+    return [
+        name
+        for name, p in model.named_parameters()
+        if not torch.equal(full(p.detach().to(device)).cpu(), expected[name])
+    ]
 
 
 def _load_unsharded(folder: Path, *, on_own_stream: bool) -> tuple[list[str], list[int]]:
@@ -110,11 +113,13 @@ def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     return beside, shards, max(p.to_local().nbytes for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "saved", [{"hidden_size": 64, "vocab_size": 4096, "num_hidden_layers": 2}], indirect=True
+)
 @pytest.mark.parametrize("new_vocab_size", [None, 5000])
-def test_a_load_takes_little_beside_the_shards(tmp_path: Path, new_vocab_size: int | None) -> None:
-    folder = save_tiny(tmp_path, hidden_size=64, vocab_size=4096, num_hidden_layers=2)
+def test_a_load_takes_little_beside_the_shards(saved: Path, new_vocab_size: int | None) -> None:
     for beside, shards, largest in run_simulated(
-        _memory_while_loading, 2, folder, new_vocab_size=new_vocab_size
+        _memory_while_loading, 2, saved, new_vocab_size=new_vocab_size
     ):
         assert largest > 16 * PIECE
         assert shards > 2 * largest
@@ -167,8 +172,10 @@ def _fetch_share(checkpoint: Any) -> tuple[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc/self/io")
 def test_what_lies_beside_a_part_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {f"w{i:02}": torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for i in range(TENSORS)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(
+        {f"w{i:02}": torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for i in range(TENSORS)},
+        tmp_path / "model.safetensors",
+    )
     checkpoint = open_checkpoint(tmp_path)
     with_advice, asked = _fetch_share(checkpoint)
     assert asked == TENSORS * ROWS * COLUMNS * 2 // RANKS

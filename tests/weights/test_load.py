@@ -113,11 +113,20 @@ def test_what_one_rank_is_told_or_lacks_is_an_error_on_all(saved: Path) -> None:
     assert difference(model, plain(saved)) == []
 
 
-def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int) -> None:
-    model = loaded(folder, {}, shard={"reshard_after_forward": reshard_after_forward})
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+@pytest.mark.parametrize(
+    ("saved", "experts"),
+    [({"family": "mixtral", "num_local_experts": experts}, experts) for experts in (2, 6)],
+    indirect=["saved"],
+)
+@on_ranks(4)
+def test_merged_experts_on_ranks_that_own_few_or_none(
+    saved: Path, experts: int, reshard_after_forward: bool | int
+) -> None:
+    model = loaded(saved, {}, shard={"reshard_after_forward": reshard_after_forward})
     report = model.load_report
     assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes
-    assert difference(model, plain(folder)) == []
+    assert difference(model, plain(saved)) == []
     gate_up = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
     chunks = torch.arange(experts).chunk(4)  # of first dimensions only
     owned = [len(chunk) for chunk in chunks] + [0] * (4 - len(chunks))
@@ -125,15 +134,6 @@ def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int
         assert gate_up.to_local().numel() * 4 == gate_up.numel()
     else:
         assert gate_up.to_local().shape[0] == owned[dist.get_rank()]
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, 2])
-@pytest.mark.parametrize("experts", [2, 6])
-def test_merged_experts_on_ranks_that_own_few_or_none(
-    tmp_path: Path, experts: int, reshard_after_forward: bool | int
-) -> None:
-    save_tiny(tmp_path, "mixtral", num_local_experts=experts)
-    run_distributed(_check_experts, 4, tmp_path, experts, reshard_after_forward)
 
 
 # --- layouts of older checkpoints --------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_missing_keys_are_initialised_alike(saved: Path) -> None:
             assert sorted(initialised) == missing
 
 
-@pytest.mark.parametrize("saved", ["qwen2-tied"], indirect=True)
+@pytest.mark.parametrize("saved", [{"family": "qwen2-tied"}], indirect=True)
 @on_ranks(2)
 def test_loading_again_after_an_evaluation(saved: Path) -> None:
     model = loaded(saved, {})
@@ -294,7 +294,7 @@ def test_a_second_name_that_is_converted_is_compared_too(stored_twice: Path, equ
     run_distributed(_check_converted, 4, stored_twice, {"dp_replicate": 2}, equal)
 
 
-@pytest.mark.parametrize("saved", ["qwen2-tied"], indirect=True)
+@pytest.mark.parametrize("saved", [{"family": "qwen2-tied"}], indirect=True)
 def test_ties_that_to_empty_has_broken_are_made_again(saved: Path) -> None:
     model: Any = fs.build_meta_model(saved)
     model.to_empty(device="cpu")

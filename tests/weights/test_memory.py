@@ -42,8 +42,11 @@ def _save_sparse(folder: Path, *, layers: int, vocab: int) -> int:
         name.replace("mlp.down_proj", "mlp.down"): shape[::-1] if "mlp.down_proj" in name else shape
         for name, shape in shapes.items()
     }
-    described = {name: (torch.bfloat16, shape) for name, shape in stored.items()}
-    fd, *_ = create(folder / "model.safetensors", described, {"format": "pt"})
+    fd, *_ = create(
+        folder / "model.safetensors",
+        {name: (torch.bfloat16, shape) for name, shape in stored.items()},
+        {"format": "pt"},
+    )
     os.close(fd)
     return 2 * vocab * WIDTH
 

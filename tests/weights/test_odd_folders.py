@@ -55,23 +55,19 @@ def _check(folder: Path, mesh_shape: dict[str, int]) -> None:
 # --- meshes and shapes ------------------------------------------------------------------------------------
 
 
+TINIEST = {"hidden_size": 2, "intermediate_size": 3, "num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("saved", [TINIEST], indirect=True)
 @pytest.mark.parametrize("mesh_shape", [{}, {"dp_replicate": 2}, {"dp_replicate": 4, "dp_shard": 1}])
-def test_fewer_rows_than_ranks(tmp_path: Path, mesh_shape: dict[str, int]) -> None:
-    save_tiny(
-        tmp_path,
-        vocab_size=101,
-        hidden_size=2,
-        intermediate_size=3,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-    )
-    run_distributed(_check, 4, tmp_path, mesh_shape)
+def test_fewer_rows_than_ranks(saved: Path, mesh_shape: dict[str, int]) -> None:
+    run_distributed(_check, 4, saved, mesh_shape)
 
 
-def test_more_experts_than_one_digit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", [{"family": "mixtral", "num_local_experts": 12}], indirect=True)
+def test_more_experts_than_one_digit(saved: Path) -> None:
     """Stacked by number, not by name: 10 comes after 9."""
-    save_tiny(tmp_path, "mixtral", num_local_experts=12)
-    run_distributed(_check, 3, tmp_path, {})
+    run_distributed(_check, 3, saved, {})
 
 
 # --- dtypes, headers and indices ----------------------------------------------------------------------------
@@ -383,7 +379,7 @@ def test_files_of_another_format_alone(other: str, words: str, tmp_path: Path) -
         fs.build_meta_model(tmp_path)
 
 
-@pytest.mark.parametrize("saved", ["mixtral"], indirect=True)
+@pytest.mark.parametrize("saved", [{"family": "mixtral"}], indirect=True)
 def test_experts_under_another_name_are_named(saved: Path) -> None:
     stored = {name: value for name, value in tensors_of(saved).items() if ".experts." not in name}
     rewrite(saved, stored | {"model.layers.0.mlp.switch_mlp.up_proj.weight": torch.ones(4, 4)})
@@ -471,7 +467,7 @@ class Actor(nn.Module):
         self.model = model
 
 
-@pytest.mark.parametrize("saved", ["mixtral"], indirect=True)
+@pytest.mark.parametrize("saved", [{"family": "mixtral"}], indirect=True)
 @on_ranks(2)
 def test_a_module_around_a_model_is_told_what_to_pass(saved: Path, tmp_path: Path) -> None:
     model: Any = Actor(fs.build_meta_model(saved))
