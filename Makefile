@@ -66,7 +66,7 @@ compositions: $(INSTALLED)
 ON_DEVICES = $(addprefix tests/,attention check compositions dcp_io export loss ranks/test_agree.py ranks/test_distributed.py \
 	ranks/test_launch.py jobs model/test_adapters.py model/test_model.py model/test_inputs.py::test_one_rank_with_an_id_too_many \
 	process/test_random_state.py quantised sac sampling shard/test_packed.py shard/test_shard.py step \
-	tensors/test_placement.py test_default_path.py test_example.py test_parity.py weights)
+	tensors/test_sharding.py test_default_path.py test_example.py test_parity.py weights)
 test-accelerator: $(INSTALLED)
 	FSDP_SFT_TEST_DEVICE=sim $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ON_DEVICES) $(PYTEST_ARGS)
 

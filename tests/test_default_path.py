@@ -51,9 +51,13 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     # The evaluation forward leaves the root gathered unless someone reshards it: saving comes right after.
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4]]))
-    state = {"scheduler": scheduler.state_dict()}
     fs.save_checkpoint(
-        root, 3, model=model, optimizer=optimizer, train_state=state, include_base=packed is not None
+        root,
+        3,
+        model=model,
+        optimizer=optimizer,
+        train_state={"scheduler": scheduler.state_dict()},
+        include_base=packed is not None,
     )
     rest = _steps(model, optimizer, scheduler, windows[3:])
     assert all(math.isfinite(loss) and norm > 0 for loss, norm in first + rest)
@@ -61,8 +65,7 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     again, optimizer, scheduler = _prepare(1, packed)
     loaded = fs.load_checkpoint(root, model=again, optimizer=optimizer)
     scheduler.load_state_dict(loaded.train_state["scheduler"])
-    assert loaded.step == 3
-    assert fs.evaluate(again, held_out) == evaluated
+    assert (loaded.step, fs.evaluate(again, held_out)) == (3, evaluated)
     # Loading once more after an evaluation, and after a step, brings the same state back.
     fs.load_checkpoint(root, model=again, optimizer=optimizer)
     assert _steps(again, optimizer, scheduler, windows[3:]) == rest, "losses and norms, bit for bit"
@@ -73,14 +76,13 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     assert fs.evaluate(again, held_out) == evaluated
 
     exported = fs.export_hf(model, root.parent / "export")
+    trained = {} if packed is not None else {name: full(p) for name, p in model.named_parameters()}
     if rank == 0:
         from transformers import AutoModelForCausalLM
 
         plain = AutoModelForCausalLM.from_pretrained(exported)
         assert plain.dtype == torch.bfloat16
-    for name, p in () if packed is not None else model.named_parameters():
-        value = full(p)
-        if rank == 0:
+        for name, value in trained.items():
             assert torch.equal(plain.state_dict()[name], value.bfloat16()), name
     return rest
 

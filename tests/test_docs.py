@@ -1,18 +1,25 @@
-"""Every python block in README and docs runs, page by page, as one program."""
+"""Every python block in README and docs runs, page by page, as one program; so do examples in docstrings."""
 
 import ast
+import contextlib
+import dataclasses
 import difflib
+import doctest
+import importlib
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fsdp_sft as fs
 from mkdocs_hooks.links import add_readme, link_names, targets
 from tests.harness.forks import Program
-from tests.harness.places import EXAMPLES, ROOT
+from tests.harness.places import EXAMPLES, ROOT, script
+from tests.harness.ranks import run_distributed
 
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "llms.txt", *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -104,8 +111,11 @@ def _run(code: str, folder: Path, name: str) -> None:
 
 def _results(folder: Path) -> dict[str, bytes]:
     """What runs have left, without the pages' own stand-ins for a reader's model."""
-    made = [path for path in folder.rglob("*") if path.is_file() and path.name != "page.py"]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in made if "tiny" not in p.parts}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "page.py" and "tiny" not in path.parts
+    }
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=_name)
@@ -126,8 +136,9 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
 def _run_again(code: str, folder: Path) -> None:
     """The second run is told what to do, before it trains, and what the first has made stays as it is."""
     before = _results(folder)
-    trains = code.replace("\noptimizer = ", "\nraise AssertionError('it trains')\noptimizer = ")
-    status, text = _outcome(trains, folder)
+    status, text = _outcome(
+        code.replace("\noptimizer = ", "\nraise AssertionError('it trains')\noptimizer = "), folder
+    )
     assert status == 1
     assert "choose another, move it away, or pass" in text or "move it away, or go on from it" in text, text
     assert _results(folder) == before
@@ -153,12 +164,10 @@ def test_every_public_exception_is_on_the_errors_page() -> None:
     public = [getattr(fs, name) for name in fs.__all__]
     exceptions = {kind for kind in public if isinstance(kind, type) and issubclass(kind, BaseException)}
     page = (ROOT / "docs/reference/errors.md").read_text()
-    rows = {
-        row[0]: row for row in re.findall(r"^\| `(\w+)` \| (`.*?`) \| .+ \| .+ \| .+ \|$", page, re.MULTILINE)
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?`) \| .+ \| .+ \| .+ \|$", page, re.MULTILINE))
+    assert rows == {
+        kind.__name__: ", ".join(f"`{base.__name__}`" for base in kind.__bases__) for kind in exceptions
     }
-    assert rows.keys() == {kind.__name__ for kind in exceptions}
-    for kind in exceptions:
-        assert rows[kind.__name__][1] == ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -198,14 +207,12 @@ SITE_PAGES = sorted(DOCS.glob("**/*.md"))
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?(?:e[+-]\d+)?%?")
 
 
-def _uri(page: Path) -> str:
-    return str(page.relative_to(DOCS))
-
-
 def _leads_to(page: Path) -> set[Path]:
     """Pages that the text of a page links to."""
-    targets = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
-    return {(page.parent / target).resolve() for target in targets}
+    return {
+        (page.parent / target).resolve()
+        for target in re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
+    }
 
 
 def test_the_index_has_every_public_name_once() -> None:
@@ -214,28 +221,35 @@ def test_the_index_has_every_public_name_once() -> None:
     assert targets().keys() >= set(names)
 
 
-def test_public_names_become_links_once_and_code_stays() -> None:
-    text = (
-        "# `train_step`\n`fs.train_step(a)`, `train_step`, `train`\n[`windows`](x.md)\n```\n`evaluate`\n```\n"
-    )
-    linked = text.replace("`fs.train_step(a)`", "[`fs.train_step(a)`][fsdp_sft.step.train_step]")
-    assert link_names(text, "how-to/x.md") == linked
-    text = "`benchmarks/results/load.md`, [it](../../benchmarks/results/load.md#memory)"
-    linked = "[`benchmarks/results/load.md`](../results/load.md), [it](../results/load.md#memory)"
+@pytest.mark.parametrize(
+    ("text", "linked"),
+    [
+        (
+            "# `train_step`\n`fs.train_step(a)`, `train_step`, `train`\n[`windows`](x.md)\n"
+            "```\n`evaluate`\n```\n",
+            "# `train_step`\n[`fs.train_step(a)`][fsdp_sft.step.train_step], `train_step`, `train`\n"
+            "[`windows`](x.md)\n```\n`evaluate`\n```\n",
+        ),
+        (
+            "`benchmarks/results/load.md`, [it](../../benchmarks/results/load.md#memory)",
+            "[`benchmarks/results/load.md`](../results/load.md), [it](../results/load.md#memory)",
+        ),
+    ],
+)
+def test_public_names_become_links_once_and_code_stays(text: str, linked: str) -> None:
     assert link_names(text, "how-to/x.md") == linked
 
 
 def test_every_page_is_two_clicks_from_the_first() -> None:
     first = _leads_to(DOCS / "index.md")
     second = {page for near in first if near.suffix == ".md" for page in _leads_to(near)}
-    assert {_uri(page) for page in SITE_PAGES} - {_uri(p) for p in (first | second) if DOCS in p.parents} <= {
-        "index.md"
-    }
+    assert {*SITE_PAGES} - first - second <= {DOCS / "index.md"}
 
 
 def test_every_file_of_results_is_on_the_page_of_measurements() -> None:
-    results = {path for path in _leads_to(DOCS / "measurements.md") if DOCS not in path.parents}
-    assert results == set((ROOT / "benchmarks/results").glob("*.md"))
+    assert {path for path in _leads_to(DOCS / "measurements.md") if DOCS not in path.parents} == set(
+        (ROOT / "benchmarks/results").glob("*.md")
+    )
 
 
 def _table(page: Path, begins: str) -> list[list[str]]:
@@ -248,8 +262,7 @@ def _table(page: Path, begins: str) -> list[list[str]]:
 def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
     compared = _table(DOCS / "measurements.md", "| | fsdp-sft |")
     measured = [[what, ours, "", link] for what, ours, link in _table(ROOT / "README.md", "| measured |")]
-    assert len(compared) == 16
-    assert len(measured) == 6
+    assert (len(compared), len(measured)) == (16, 6)
     for what, ours, others, details in compared + measured:
         file = re.search(r"\((?:\.\./)?benchmarks/results/([\w-]+\.md)(?:#[\w-]+)?\)", details)
         assert file is not None, what
@@ -260,8 +273,13 @@ def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
 
 def test_plans_of_well_known_models_are_the_planners() -> None:
     """Those of one model are computed again."""
-    command = [sys.executable, "-m", "benchmarks.published.models", "--only", "Llama 3.1 8B"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.published.models", "--only", "Llama 3.1 8B"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert len(lines) == 3
     assert set(lines) <= set((DOCS / "how-to/plan-a-run.md").read_text().splitlines())
@@ -288,6 +306,111 @@ def test_readme_is_short_and_shows_how_the_two_loops_differ() -> None:
 
 def test_the_picture_of_comparisons_finds_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "benchmarks.comparisons", "--output", str(tmp_path / "drawn.png")]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.comparisons", "--output", str(tmp_path / "drawn.png")],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
+
+
+# --- examples in docstrings, module by module; each public callable has one --------------------------------
+
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+CHATS = [[("user", f"{i} + 1?"), ("assistant", f"{i + 1}")] for i in range(8)]
+
+
+def _is_made_by_others(value: Any) -> bool:
+    """An error, a result or a protocol: what raises, returns or takes it has the example."""
+    return isinstance(value, type) and (
+        issubclass(value, Exception)
+        or dataclasses.is_dataclass(value)
+        or getattr(value, "_is_protocol", False)
+    )
+
+
+CALLABLES = {
+    name: value
+    for name in sorted(fs.__all__)
+    if callable(value := getattr(fs, name)) and not _is_made_by_others(value)
+}
+
+
+def _with_worked_examples() -> set[str]:
+    """Modules whose docstrings have examples, whether or not they define public names."""
+    root = Path(fs.__file__).parent
+    return {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts)
+        for path in root.rglob("*.py")
+        if ">>> " in path.read_text()
+    }
+
+
+def _given(words: set[str], folder: Path) -> dict[str, Any]:
+    """What the examples use without making it; only what ``words`` ask for is made."""
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import AutoConfig, AutoTokenizer
+
+    made: dict[str, Any] = {"fs": fs, "torch": torch, "Path": Path}
+    makes = {
+        "path": lambda: _tiny(folder),
+        "config": lambda: AutoConfig.from_pretrained(get("path")),
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(get("path")),
+        "rows": lambda: [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in CHATS],
+        "mesh": fs.build_mesh,
+        "model": lambda: fs.load_pretrained(get("path"), mesh=get("mesh")),
+        "optimizer": lambda: torch.optim.AdamW(get("model").parameters(), lr=1e-3),
+        "loader": lambda: DataLoader(
+            get("rows"), 2, collate_fn=fs.SFTCollator(get("tokenizer"), max_length=64)
+        ),
+        "batch": lambda: next(iter(get("loader"))),
+        "window": lambda: [get("batch"), get("batch")],
+        "dataset": lambda: [
+            {"input_ids": list(range(3, 6 + n)), "labels": [-100, *range(4, 6 + n)]} for n in range(8)
+        ],
+    }
+
+    def get(name: str) -> Any:
+        if name not in made:
+            made[name] = makes[name]()
+        return made[name]
+
+    for name in makes:
+        if name in words:
+            get(name)
+    return made
+
+
+def _tiny(folder: Path) -> str:
+    script("tiny_model").make_tiny_model(folder / "tiny", [text for chat in CHATS for _, text in chat])
+    return str(folder / "tiny")
+
+
+def run_examples(name: str, folder: Path) -> list[str]:
+    """On one rank: the reports of examples that print something else."""
+    fs.init_distributed()
+    reports: list[str] = []
+    module = importlib.import_module(name)
+    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert tests, "there are none"
+    for test in tests:
+        words = {word for example in test.examples for word in re.findall(r"\w+", example.source)}
+        empty = folder / test.name
+        empty.mkdir()
+        with contextlib.chdir(empty):
+            test.globs.update(_given(words, folder / f"{test.name}.given"))
+            doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=reports.append)
+    return reports
+
+
+@pytest.mark.parametrize("module", sorted(_with_worked_examples()))
+def test_examples_run(module: str, tmp_path: Path) -> None:
+    reports = run_distributed(run_examples, 1, module, tmp_path)[0]
+    assert not reports, "\n".join(reports)
+
+
+def test_public_callables_have_an_example() -> None:
+    without = [name for name, value in CALLABLES.items() if ">>> " not in (inspect.getdoc(value) or "")]
+    assert not without, without

@@ -52,16 +52,21 @@ def test_the_precision_is_the_one_asked_for_or_the_fast_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    context = SimpleNamespace(device=torch.device(device), is_main=True)
-    assert script("minimal_sft").compute_dtype(choice, context) == dtype
+    assert (
+        script("minimal_sft").compute_dtype(
+            choice, SimpleNamespace(device=torch.device(device), is_main=True)
+        )
+        == dtype
+    )
     assert capsys.readouterr().out == said
 
 
 def _dtype_where_rank_1_is_slow() -> torch.dtype:
     rank = dist.get_rank()
     torch.cpu.get_capabilities = lambda: {"avx512_bf16": rank == 0}
-    context = SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
-    return script("minimal_sft").compute_dtype("auto", context)
+    return script("minimal_sft").compute_dtype(
+        "auto", SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
+    )
 
 
 def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
@@ -70,8 +75,11 @@ def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
 
 def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    arguments = ("--output", str(output), "--micro-batch-size", "32", "--steps", "50")
-    code, text = Program(EXAMPLE, *arguments, environment=launches.environment()).wait(240)
+    code, text = Program(
+        EXAMPLE,
+        *("--output", str(output), "--micro-batch-size", "32", "--steps", "50"),
+        environment=launches.environment(),
+    ).wait(240)
     assert code == 0, text[-3000:]
     steps, losses, _ = zip(*launches.losses(output), strict=True)
     assert steps == tuple(range(1, 51))
@@ -84,9 +92,8 @@ def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_make_demo_goes_on_bit_for_bit_and_shows_it_on_one_page(tmp_path: Path) -> None:
     output = tmp_path / "demo"
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--output", str(output)]
-    done = subprocess.run(command, env=launches.environment(), capture_output=True, text=True, check=True)
-    same, of = re.findall(r"(\d+) of (\d+) steps that were made twice", done.stdout)[0]
+    text = launches.run([sys.executable, str(EXAMPLES / "demo.py"), "--output", str(output)])
+    same, of = re.findall(r"(\d+) of (\d+) steps that were made twice", text)[0]
     assert int(same) == int(of) >= 10
     page = (output / "report.html").read_text(encoding="utf-8")
     assert (page.count("data:image/png;base64,"), page.count("<iframe"), page.count("$")) == (1, 2, 0)
@@ -95,8 +102,7 @@ def test_make_demo_goes_on_bit_for_bit_and_shows_it_on_one_page(tmp_path: Path) 
 def test_a_second_run_does_not_overwrite_the_first(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     code, text = Program(EXAMPLE, "--output", str(tmp_path), environment=launches.environment()).wait()
-    assert code == 1
-    assert "holds an earlier run: give --resume, or another --output" in text
+    assert (code, "holds an earlier run: give --resume, or another --output" in text) == (1, True), text
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -179,8 +185,9 @@ SHORT = ["--steps", "4", "--save-every", "2", "--seq-length", "128", "--dtype", 
 
 def _alone(output: Path, *arguments: str, code: int = 0) -> str:
     """What one rank prints."""
-    program = Program(LONG, "--output", str(output), *arguments, environment=launches.environment())
-    ended, text = program.wait()
+    ended, text = Program(
+        LONG, "--output", str(output), *arguments, environment=launches.environment()
+    ).wait()
     assert ended == code, text[-3000:]
     return text
 
@@ -239,8 +246,7 @@ def test_documents_are_cut_and_every_token_is_trained() -> None:
     rows = example.encode([{"text": text} for text in texts], tokenizer, 32)
     assert all(len(row.input_ids) <= 32 and row.labels == row.input_ids for row in rows)
     joined = [token for row in rows for token in row.input_ids]
-    ends = [tokenizer.eos_token_id]
-    assert joined == [token for text in texts for token in tokenizer(text).input_ids + ends]
+    assert joined == [t for text in texts for t in (*tokenizer(text).input_ids, tokenizer.eos_token_id)]
     with pytest.raises(SystemExit, match="row 1 has none"):
         example.encode([{"text": "a"}, {"messages": []}], tokenizer, 32)
 
@@ -257,5 +263,4 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
 ) -> None:
     model = tmp_path / "model"
     script("tiny_model").make_tiny_model(model, ["Here we go."], max_length=128)
-    text = _alone(tmp_path / "out", *[word.format(model=model) for word in arguments], code=1)
-    assert reason in text
+    assert reason in _alone(tmp_path / "out", *[word.format(model=model) for word in arguments], code=1)

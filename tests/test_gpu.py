@@ -96,8 +96,9 @@ def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch
     model.zero_grad(set_to_none=True)
     loss = fs.causal_lm_loss(with_loss(model, impl="logits"), batch, num_targets=fs.count_targets([batch]))
     loss.backward()
-    grads = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
-    return float(loss.detach()), torch.cat(grads)
+    return float(loss.detach()), torch.cat(
+        [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

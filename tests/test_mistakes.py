@@ -19,8 +19,14 @@ from torch.optim.lr_scheduler import LambdaLR
 import fsdp_sft as fs
 from fsdp_sft._ranks import agree
 from fsdp_sft.metrics.plot import _read
+from tests.harness.chats import TOKENIZERS, chat
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import mesh_here, on_ranks, run_distributed
+
+
+@pytest.fixture
+def llama() -> Any:
+    return tiny_model("llama")
 
 
 def _told(call: Callable[[], object]) -> list[str]:
@@ -54,13 +60,12 @@ def _save(root: str, own_state: bool) -> None:
 @pytest.mark.parametrize("own_state", [True, False])
 def test_a_resume_on_other_ranks_says_what_becomes_of_the_batch(own_state: bool, tmp_path: Path) -> None:
     run_distributed(_save, 2, str(tmp_path), own_state)
-    words = r"saved by 2 ranks and is loaded by 1: .* has 0\.5 times as many rows"
-    with pytest.warns(UserWarning, match=words) as told:
+    with pytest.warns(
+        UserWarning, match=r"saved by 2 ranks and is loaded by 1: .* has 0\.5 times as many rows"
+    ) as told:
         loaded = fs.load_checkpoint(tmp_path, model=tiny_model("llama", seed=5))
-    assert len(told) == 1
-    assert (loaded.world_size, loaded.rank_state) == (2, None)
-    expected = [{"position": 0}, {"position": 7}] if own_state else [None, None]
-    assert list(loaded.rank_states) == expected
+    assert (len(told), loaded.world_size, loaded.rank_state) == (1, 2, None)
+    assert list(loaded.rank_states) == ([{"position": 0}, {"position": 7}] if own_state else [None, None])
 
 
 def test_a_checkpoint_without_its_optimizer(tmp_path: Path) -> None:
@@ -74,8 +79,11 @@ def test_a_checkpoint_without_its_optimizer(tmp_path: Path) -> None:
         loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer if given else None)
         assert (loaded.world_size, loaded.rank_state, loaded.rank_states) == (1, {"a": 1}, ({"a": 1},))
         fs.evaluate(model, ragged_batches(1))
-        told = [text for _ in range(2) for text in _step(model, optimizer)]
-        assert ["loaded from step 1 without the optimizer" in text for text in told] == [True] * (not given)
+        assert [
+            "loaded from step 1 without the optimizer" in text
+            for _ in range(2)
+            for text in _step(model, optimizer)
+        ] == [True] * (not given)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +106,9 @@ def test_a_schedule_of_a_loaded_optimizer(tmp_path: Path, way: str, words: str |
     schedule = scheduled(optimizer)
     for _ in range(2):
         fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)
-    state = {"s": schedule.state_dict()}
-    fs.save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, train_state=state)
+    fs.save_checkpoint(
+        tmp_path, 2, model=model, optimizer=optimizer, train_state={"s": schedule.state_dict()}
+    )
     model, optimizer = begun()
     schedule = None if way == "made after the load" else scheduled(optimizer)
     loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
@@ -110,36 +119,43 @@ def test_a_schedule_of_a_loaded_optimizer(tmp_path: Path, way: str, words: str |
     assert [[words in text for text in texts] for texts in told] == [[True] * (words is not None), []]
 
 
-def test_a_disk_that_has_no_room_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
-    fs.save_checkpoint(tmp_path, 1, model=model)
-    need = sum(p.numel() * p.element_size() for p in model.parameters())
+def test_a_disk_that_has_no_room_for_a_step(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs.save_checkpoint(tmp_path, 1, model=llama)
+    need = sum(p.numel() * p.element_size() for p in llama.parameters())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
-    words = r"saving .*step-2 takes 0\.\d+ GiB and .* has 0\.\d+ GiB free: make room"
-    with pytest.raises(OSError, match=words) as error:
-        fs.save_checkpoint(tmp_path, 2, model=model)
-    assert error.value.errno == errno.ENOSPC
-    assert [path.name for path in tmp_path.glob("*step*")] == ["step-1"]
+    with pytest.raises(
+        OSError, match=r"saving .*step-2 takes 0\.\d+ GiB and .* has 0\.\d+ GiB free: make room"
+    ) as error:
+        fs.save_checkpoint(tmp_path, 2, model=llama)
+    assert (error.value.errno, [path.name for path in tmp_path.glob("*step*")]) == (errno.ENOSPC, ["step-1"])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * need))
-    fs.save_checkpoint(tmp_path, 2, model=model)
+    fs.save_checkpoint(tmp_path, 2, model=llama)
 
 
-@pytest.mark.parametrize("call", ["save", "export", "full"])
-def test_a_disk_that_fills_up_meanwhile(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, folder: fs.save_checkpoint(folder, 2, model=model),
+        lambda model, folder: fs.export_hf(model, folder / "out"),
+        lambda model, folder: fs.save_full_state_dict(model, folder / "model.safetensors"),
+    ],
+    ids=["save", "export", "full"],
+)
+def test_a_disk_that_fills_up_meanwhile(
+    call: Any, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    model = tiny_model("llama")
     monkeypatch.setattr(os, "pwrite", full)
-    calls = {
-        "save": lambda: fs.save_checkpoint(tmp_path, 2, model=model),
-        "export": lambda: fs.export_hf(model, tmp_path / "out"),
-        "full": lambda: fs.save_full_state_dict(model, tmp_path / "model.safetensors"),
-    }
-    said = rf"No space left on device: writing [\d,]+ bytes to {tmp_path}/.*; its file system has [\d,]+"
-    with pytest.raises(OSError, match=said):
-        calls[call]()
+    with pytest.raises(
+        OSError,
+        match=rf"No space left on device: writing [\d,]+ bytes to {tmp_path}/.*; its file system has [\d,]+",
+    ):
+        call(llama, tmp_path)
 
 
 def test_the_best_without_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,17 +164,19 @@ def test_the_best_without_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "keep_best=1 (no step was saved with a metric=, so none is the best): deleted" in caplog.text
 
 
-def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    model = tiny_model("llama")
-    assert fs.save_checkpoint("~/checkpoints", 1, model=model).path == tmp_path / "checkpoints" / "step-1"
-    assert fs.load_checkpoint("~/checkpoints", model=model).step == 1
-    fs.export_hf(model, "~/out")
+    assert fs.save_checkpoint("~/checkpoints", 1, model=llama).path == tmp_path / "checkpoints" / "step-1"
+    assert fs.load_checkpoint("~/checkpoints", model=llama).step == 1
+    fs.export_hf(llama, "~/out")
     fs.build_meta_model("~/out")
     with fs.MetricLogger(jsonl="~/metrics.jsonl", stdout=False) as log:
         log.log({"loss": 1.0}, 1)
-    made = sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")
-    assert made == ["checkpoints", "metrics.jsonl", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        "checkpoints",
+        "metrics.jsonl",
+        "out",
+    ]
 
 
 def test_a_log_that_a_second_run_begins_anew(tmp_path: Path) -> None:
@@ -171,27 +189,28 @@ def test_a_log_that_a_second_run_begins_anew(tmp_path: Path) -> None:
     with fs.MetricLogger(jsonl=log, stdout=False) as logger:  # a resume, and two logs of one step
         logger.log({"loss": 3.0}, 4)
         logger.log({"eval_loss": 2.0}, 4)
-    assert [row["loss"] for row in _read(log).values()] == [4.0, 4.0, 4.0, 3.0]
-    assert _read(log)[4]["eval_loss"] == 2.0
+    assert ([row["loss"] for row in _read(log).values()], _read(log)[4]["eval_loss"]) == (
+        [4.0, 4.0, 4.0, 3.0],
+        2.0,
+    )
 
 
 # --- steps ------------------------------------------------------------------------------------------------
 
 
-def test_float16_without_a_scaler() -> None:
-    model = tiny_model("llama").half()
-    optimizer = _sgd(model)
-    (told,) = _step(model, optimizer)
+def test_float16_without_a_scaler(llama: Any) -> None:
+    optimizer = _sgd(llama.half())
+    (told,) = _step(llama, optimizer)
     assert re.search(r"float16 without a scaler: .*torch\.amp\.GradScaler", told)
-    assert _step(model, optimizer) == []
+    assert _step(llama, optimizer) == []
 
 
 @pytest.mark.parametrize("call", ["train_step", "evaluate"])
-def test_ids_that_are_no_integers(call: str) -> None:
-    model, batches = tiny_model("llama"), ragged_batches(1)
+def test_ids_that_are_no_integers(call: str, llama: Any) -> None:
+    batches = ragged_batches(1)
     batches[0]["input_ids"] = batches[0]["input_ids"].float()
     with pytest.raises(fs.BatchError, match=r"input_ids are torch.float32, .*make them torch.long"):
-        fs.evaluate(model, batches) if call == "evaluate" else fs.train_step(model, batches, _sgd(model))
+        fs.evaluate(llama, batches) if call == "evaluate" else fs.train_step(llama, batches, _sgd(llama))
 
 
 def test_a_schedule_that_is_stepped_twice() -> None:
@@ -220,11 +239,10 @@ def test_a_schedule_that_is_stepped_twice() -> None:
     assert re.search(r"LambdaLR was stepped once since .* leave out scheduler\.step\(\)", told)
 
 
-def test_a_window_without_targets() -> None:
-    model, (batch,) = tiny_model("llama"), ragged_batches(1)
+def test_a_window_without_targets(llama: Any) -> None:
+    (batch,), optimizer = ragged_batches(1), _sgd(llama)
     window = [{**batch, "labels": torch.full_like(batch["labels"], -100)}]
-    optimizer = _sgd(model)
-    (told,) = _told(lambda: [fs.train_step(model, window, optimizer) for _ in range(3)])
+    (told,) = _told(lambda: [fs.train_step(llama, window, optimizer) for _ in range(3)])
     assert "no targets on any rank, so its step is skipped" in told
 
 
@@ -241,18 +259,17 @@ def test_a_model_that_is_left_in_eval_mode() -> None:
     noisy, plain = tiny_model("gpt2", resid_pdrop=0.1), tiny_model("llama")
     for model, words in ((noisy, "trained without its dropout: call model.train()"), (plain, None)):
         optimizer = _sgd(model.eval())
-        told = [text for _ in range(2) for text in _step(model, optimizer)]
-        assert [words in text for text in told] == [True] * (words is not None)
+        told = [words in text for _ in range(2) for text in _step(model, optimizer)]
+        assert told == [True] * (words is not None)
         assert _step(model.train(), optimizer) == []
 
 
-def test_an_optimizer_of_a_part_or_of_what_is_frozen() -> None:
-    model: Any = tiny_model("llama")
-    optimizer = _sgd(model.lm_head)
-    (told,) = _step(model, optimizer)
+def test_an_optimizer_of_a_part_or_of_what_is_frozen(llama: Any) -> None:
+    optimizer = _sgd(llama.lm_head)
+    (told,) = _step(llama, optimizer)
     assert re.match(r"\d+ parameters that require gradients are in no optimizer \(model.embed_tokens", told)
-    assert _step(model, optimizer) == []
-    model = tiny_model("llama")  # the advice
+    assert _step(llama, optimizer) == []
+    model: Any = tiny_model("llama")  # the advice
     optimizer = _sgd(model.lm_head)
     model.model.requires_grad_(False)
     assert _step(model, optimizer) == []
@@ -279,28 +296,24 @@ def test_labels_of_padding(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_a_step_without_gradients(off: Any) -> None:
-    model = tiny_model("llama")
+def test_a_step_without_gradients(off: Any, llama: Any) -> None:
     with off(), pytest.raises(RuntimeError, match=r"gradients are off here .*call train_step outside"):
-        fs.train_step(model, ragged_batches(1), _sgd(model))
+        fs.train_step(llama, ragged_batches(1), _sgd(llama))
 
 
 @pytest.mark.parametrize("where", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_weights_that_are_not_finite(where: str) -> None:
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.get_parameter(where).fill_(torch.nan)
+def test_weights_that_are_not_finite(where: str, llama: Any) -> None:
+    llama.get_parameter(where).data.fill_(torch.nan)
     with pytest.raises(fs.NonFiniteGradientError, match=rf"is nan at a loss of nan.* {where} hold"):
-        fs.train_step(model, ragged_batches(1), _sgd(model))
+        fs.train_step(llama, ragged_batches(1), _sgd(llama))
 
 
-def test_processes_that_have_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_have_not_met(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    model = tiny_model("llama")
     with pytest.raises(fs.UnsupportedModelError, match=r"4 processes .*: call init_distributed\(\) first"):
-        fs.train_step(model, ragged_batches(1), _sgd(model))
+        fs.train_step(llama, ragged_batches(1), _sgd(llama))
     monkeypatch.delenv("WORLD_SIZE")  # the advice for processes that are apart
-    assert _step(model, _sgd(model)) == []
+    assert _step(llama, _sgd(llama)) == []
 
 
 @on_ranks(2)
@@ -348,3 +361,87 @@ def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str) -> 
     with pytest.raises(fs.LostRankError) as error, agree.answered():
         raise RuntimeError(text)
     assert f"{said}); end the job and start it again" in str(error.value)
+
+
+# --- arguments of another kind, and rows that say what nothing reads --------------------------------------
+
+CHATML = TOKENIZERS["chatml"]
+OWN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}[END]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_arguments_of_another_kind(llama: Any, tmp_path: Path) -> None:
+    calls: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+        "tokenizer must be a tokenizer, .* got a str": (
+            TypeError,
+            lambda: fs.SFTCollator("some/model", max_length=8),
+        ),
+        "tokenizer must be a tokenizer, .* got a list": (TypeError, lambda: fs.filter_rows(object(), [{}])),
+        "their number, got str": (TypeError, lambda: fs.ResumableSampler("rows.jsonl")),
+        "their number, got generator": (TypeError, lambda: fs.ResumableSampler(r for r in ())),
+        r"such as torch\.bfloat16, got 'half a byte'": (
+            ValueError,
+            lambda: fs.export_hf(llama, tmp_path / "out", dtype="half a byte"),
+        ),
+        "frozen_dtype must be a": (
+            ValueError,
+            lambda: fs.load_pretrained(tmp_path, mesh=None, frozen_dtype="int4"),
+        ),
+        r"filter_rows takes no train_om=: do you mean train_on\?": (
+            TypeError,
+            lambda: fs.filter_rows([], CHATML, train_om="all"),
+        ),
+        "SFTCollator takes no colour=: its options are chat_template, ": (
+            TypeError,
+            lambda: fs.SFTCollator(CHATML, max_length=9, colour="red"),
+        ),
+    }
+    for words, (kind, call) in calls.items():
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def test_answers_that_are_cut_off() -> None:
+    rows = [chat("a", "hello", "a longer question", "and its answer"), chat("a", "hi")]
+    collate = fs.SFTCollator(CHATML, max_length=40)
+    with pytest.warns(UserWarning, match="max_length leaves nothing of an answer"):
+        collate(rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collate(rows)
+        fs.SFTCollator(CHATML, max_length=40, truncation="right")(rows)
+
+
+def test_what_a_template_does_not_print() -> None:
+    row = chat("q", "a")
+    row["messages"][1]["content"] = [{"type": "thinking", "thinking": "why"}, {"type": "text", "text": "so"}]
+    with pytest.raises(fs.ChatTemplateError, match="does not print the reasoning of message 1, 'why'"):
+        fs.encode_chat(row, CHATML, chat_template=OWN)
+    row = {**chat("q", "a"), "tools": [{"type": "function", "function": {"name": "find", "parameters": {}}}]}
+    with pytest.warns(UserWarning, match="or the tools, so the model is trained without"):
+        fs.encode_chat(row, CHATML, chat_template=OWN)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*or the tools, so the model is trained without")
+        fs.encode_chat(row, CHATML, chat_template="{{ tools }}" + OWN)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"), [("tool_call", "tool_calls"), ("toolCalls", "tool_calls"), ("weig" + "th", "weight")]
+)
+def test_a_key_that_is_misspelt(key: str, meant: str) -> None:
+    row = chat("q", "a")
+    row["messages"][1][key] = []
+    with pytest.raises(fs.RowError, match=rf"'{key}', which is not read: is it {meant}\?") as found:
+        fs.encode_chat(row, CHATML)
+    assert found.value.reason == "malformed"
+    row = chat("q", "a")
+    row["messages"][1] |= {"id": "7", "reason": "r", "name": "n"}
+    fs.encode_chat(row, CHATML)
+
+
+def test_the_row_of_a_batch_is_named() -> None:
+    wrong = {"messages": [{"role": "robot", "content": "a"}]}
+    with pytest.raises(fs.RowError, match=r"^row 1 of 2: messages\[0\] has the role 'robot'"):
+        fs.SFTCollator(CHATML, max_length=64)([chat("q", "a"), wrong])

@@ -39,8 +39,7 @@ def _sharded_gradients(
         losses.append(loss.item())
     total = torch.tensor(sum(losses) / mesh.size(), dtype=torch.float64)
     torch.distributed.all_reduce(total)
-    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return float(total), gradients
+    return float(total), {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _check_families(
@@ -53,8 +52,7 @@ def _check_families(
 ) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for family in families:
-        batches = ragged_batches(ranks * accumulation)
-        model = tiny_model(family, dtype=dtype)
+        batches, model = ragged_batches(ranks * accumulation), tiny_model(family, dtype=dtype)
         if prepare == "freeze":
             model.get_input_embeddings().requires_grad_(False)
         expected_loss, expected = oracle_gradients(model, batches)
@@ -131,8 +129,9 @@ def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int
             model = tiny_model("qwen2-tied")
             loss, gradients = oracle_gradients(model, batches)
             fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            result = fs.train_step(model, _own(batches), optimizer, grad_sync=grad_sync)
+            result = fs.train_step(
+                model, _own(batches), torch.optim.SGD(model.parameters(), lr=0.0), grad_sync=grad_sync
+            )
             assert result.loss == pytest.approx(loss, rel=1e-6), (mesh_shape, grad_sync)
             assert result.grad_norm == pytest.approx(_norm(gradients), rel=1e-6), (mesh_shape, grad_sync)
             assert result.num_targets == sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
@@ -141,17 +140,17 @@ def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int
 
 
 def test_without_a_process_group_the_plain_model_trains() -> None:
-    batches = ragged_batches(3)
-    model = tiny_model("gpt2")
+    batches, model = ragged_batches(3), tiny_model("gpt2")
     loss, gradients = oracle_gradients(model, batches)
     result = fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=None)
-    assert result.loss == pytest.approx(loss, rel=1e-6)
-    assert result.grad_norm == pytest.approx(_norm(gradients), rel=1e-5)
+    assert (result.loss, result.grad_norm) == (
+        pytest.approx(loss, rel=1e-6),
+        pytest.approx(_norm(gradients), rel=1e-5),
+    )
 
 
 def test_gradients_that_no_optimizer_takes_do_not_pile_up() -> None:
-    batches = ragged_batches(2)
-    model = tiny_model("gpt2")
+    batches, model = ragged_batches(2), tiny_model("gpt2")
     optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.0)
     norms = [fs.train_step(model, batches, optimizer, max_grad_norm=None).grad_norm for _ in range(3)]
     assert norms == norms[:1] * 3
@@ -161,19 +160,15 @@ def test_gradients_that_no_optimizer_takes_do_not_pile_up() -> None:
 @on_ranks(2)
 def test_window_without_targets_is_skipped_by_all() -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
-    before = _values(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, optimizer = _values(model), torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     result = fs.train_step(model, ragged_batches(4)[-1:], optimizer, scheduler=scheduler)
-    assert result.skip_reason == "no targets"
+    assert (result.skip_reason, scheduler.last_epoch) == ("no targets", 0)
     assert math.isnan(result.loss)
-    assert scheduler.last_epoch == 0
     assert _is_as(model, before)
     # One rank without targets is no reason to skip.
-    window = ragged_batches(2)[dist.get_rank() :][:1]
-    result = fs.train_step(model, window, optimizer, scheduler=scheduler)
-    assert result.skipped is False
-    assert scheduler.last_epoch == 1
+    result = fs.train_step(model, ragged_batches(2)[dist.get_rank() :][:1], optimizer, scheduler=scheduler)
+    assert (result.skipped, scheduler.last_epoch) == (False, 1)
     assert not _is_as(model, before)
 
 
@@ -184,8 +179,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler(device_type(), init_scale=256.0)
-    window = _own(ragged_batches(4))
-    before = _values(model)
+    window, before = _own(ragged_batches(4)), _values(model)
     result = fs.train_step(model, window, optimizer, scaler=scaler, scheduler=scheduler)
     assert result.skipped is False
     expected_norm = result.grad_norm
@@ -193,12 +187,9 @@ def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
     changed = _values(model)
     # An inf in one rank's shard of one gradient: every rank skips, the scale falls, the schedule waits.
     bad = math.inf if dist.get_rank() == 1 else 1.0
-    norm = model.model.norm.weight
-    handle = norm.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(bad))
+    handle = model.model.norm.weight.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(bad))
     result = fs.train_step(model, window, optimizer, scaler=scaler, scheduler=scheduler)
-    assert result.skip_reason == "inf gradients"
-    assert scaler.get_scale() == 128.0
-    assert scheduler.last_epoch == 1
+    assert (result.skip_reason, scaler.get_scale(), scheduler.last_epoch) == ("inf gradients", 128.0, 1)
     assert _is_as(model, changed)
     handle.remove()
     result = fs.train_step(model, window, optimizer, scaler=scaler)
@@ -209,8 +200,7 @@ def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
 @on_ranks(2)
 def test_nonfinite_gradients_raise_and_change_nothing() -> None:
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
-    before = _values(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before, optimizer = _values(model), torch.optim.AdamW(model.parameters(), lr=0.1)
     if dist.get_rank() == 1:
         model.model.norm.weight.register_post_accumulate_grad_hook(
             lambda p: p.grad.to_local().fill_(math.nan)

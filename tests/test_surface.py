@@ -98,8 +98,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 def _modules() -> set[str]:
     """The rooms, and the modules beside them."""
-    parts = {path.relative_to(SOURCE).with_suffix("").parts for path in SOURCE.rglob("*.py")}
-    return {names[0] for names in parts if names != ("__init__",)}
+    return {path.relative_to(SOURCE).with_suffix("").parts[0] for path in SOURCE.rglob("*.py")} - {"__init__"}
 
 
 @functools.cache
@@ -129,8 +128,10 @@ def test_imports_point_one_way() -> None:
 
 def _file_names() -> dict[str, Path]:
     """The files of the package by the names under which they are imported."""
-    parts = {path: path.relative_to(SOURCE.parent).with_suffix("").parts for path in SOURCE.rglob("*.py")}
-    return {".".join(names).removesuffix(".__init__"): path for path, names in parts.items()}
+    return {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in SOURCE.rglob("*.py")
+    }
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
@@ -176,8 +177,7 @@ def test_every_error_is_below_one_root_and_exported() -> None:
     for path, node in _nodes(ast.ClassDef):
         if any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases):
             assert path.name == "errors.py" or node.name in internal, f"{path.name}: {node.name}"
-    defined = [n for n, v in vars(fs.errors).items() if isinstance(v, type) and issubclass(v, Exception)]
-    for name in defined:
+    for name in [n for n, v in vars(fs.errors).items() if isinstance(v, type) and issubclass(v, Exception)]:
         error = getattr(fs, name)
         assert issubclass(error, fs.FsdpSftError), name
         builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]
@@ -194,8 +194,9 @@ def test_tests_mirror_the_rooms_and_share_only_the_harness() -> None:
                 top, _, rest = name.partition(".")
                 if top == "tests":
                     assert path.is_relative_to(TESTS), f"{path.name} imports {name}: benchmarks need no tests"
-                    shared = [part for part in rest.split(".") if part.startswith("test_")]
-                    assert not shared, f"{path.name} imports {name}"
+                    assert not [part for part in rest.split(".") if part.startswith("test_")], (
+                        f"{path.name} imports {name}"
+                    )
                     assert rest.rpartition(".")[2][:1] != "_", f"{path.name} imports the private name {name}"
                 assert top != "benchmarks" or path.is_relative_to(BENCHMARKS), f"{path.name} imports {name}"
 
@@ -222,15 +223,17 @@ def test_every_public_name_is_there_documented_and_typed() -> None:
 
 
 def test_the_docstring_maps_what_a_loop_needs() -> None:
-    map_of_names = (fs.__doc__ or "").split("\n\n", 2)[2]
-    names = re.findall(r"^    (\w+) {2,}\S", map_of_names, re.MULTILINE)
+    names = re.findall(r"^    (\w+) {2,}\S", (fs.__doc__ or "").split("\n\n", 2)[2], re.MULTILINE)
     assert 55 <= len(names) == len(set(names)) <= 68
     assert set(names) <= set(fs.__all__)
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse((SOURCE / "__init__.pyi").read_text())
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    imports = [
+        node
+        for node in ast.parse((SOURCE / "__init__.pyi").read_text()).body
+        if isinstance(node, ast.ImportFrom)
+    ]
     for node in imports:
         assert all(name.asname == name.name for name in node.names), "without `as` a stub does not re-export"
     assert len(imports) == len({node.module for node in imports}), "each module once"
@@ -241,8 +244,9 @@ def test_model_first_the_rest_by_keyword() -> None:
     three = {"train_step", "render_labels", "render_labels_html", "linear_cross_entropy_sum"}
     for name in fs.__all__:
         if inspect.isfunction(value := getattr(fs, name)):
-            parameters = inspect.signature(value).parameters.values()
-            positional = [p for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+            positional = [
+                p for p in inspect.signature(value).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD
+            ]
             assert len(positional) <= (3 if name in three else 2), name
 
 
@@ -303,6 +307,11 @@ sys.exit(f"{failed} cannot be imported first, or import what costs time" if fail
 
 def test_modules_import_on_their_own_and_nothing_heavy() -> None:
     """Each is the first of the package in a process of its own, forked where torch is in."""
-    command = [sys.executable, "-c", IMPORT_EACH_FIRST, *sorted(_modules())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_EACH_FIRST, *sorted(_modules())],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -46,8 +46,12 @@ def _mypy(folder: Path) -> str:
 
 def _pyright(folder: Path) -> str:
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
-    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
 
 
 def _errors(text: str) -> dict[str, Said]:

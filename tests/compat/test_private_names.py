@@ -45,8 +45,11 @@ def _attributes(source: str) -> set[str]:
 @functools.cache
 def _names_in(owner: Any) -> set[Any]:
     """The attributes of a class or module, and all that its functions name: attributes of instances, say."""
-    kinds = getattr(owner, "__mro__", (owner,))
-    made = [value for kind in kinds for value in getattr(kind, "__dict__", {}).values()]
+    made = [
+        value
+        for kind in getattr(owner, "__mro__", (owner,))
+        for value in getattr(kind, "__dict__", {}).values()
+    ]
     codes = [value.__code__ for value in made if hasattr(value, "__code__")]
     return {*dir(owner), *(name for code in codes for name in (*code.co_names, *code.co_consts))}
 

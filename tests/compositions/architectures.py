@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_sft as fs
@@ -96,23 +97,28 @@ def build(architecture: str, *, seed: int = 0) -> Any:
         "float32 modules": lambda: tf.GptOssForCausalLM(
             tf.GptOssConfig(**common, num_local_experts=3, num_experts_per_tok=2, sliding_window=8)
         ),
-    }
-    if architecture == "vision and text":
-        seen = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-        made[architecture] = lambda: tf.LlavaForConditionalGeneration(
+        "vision and text": lambda: tf.LlavaForConditionalGeneration(
             tf.LlavaConfig(
                 text_config={"model_type": "llama", **common},
-                vision_config={"model_type": "clip_vision_model", **seen, "image_size": 28, "patch_size": 14},
+                vision_config={
+                    "model_type": "clip_vision_model",
+                    "hidden_size": 16,
+                    "intermediate_size": 24,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": 28,
+                    "patch_size": 14,
+                },
                 image_token_index=2,
                 tie_word_embeddings=False,
             )
-        )
+        ),
+    }
     torch.manual_seed(seed)
     model = made[architecture]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(3)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(3)
     return model.train()
 
 
@@ -163,8 +169,6 @@ def write(model: Any, folder: Path, stored: str, frozen: str) -> None:
         shutil.copytree(folder, _values_of(folder))
         quantise(folder, _values_of(folder))
     if stored == "both names of a tie":
-        from safetensors.torch import load_file, save_file
-
         (path,) = folder.glob("*.safetensors")
         tensors = load_file(path)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

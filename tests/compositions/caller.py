@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
 from tests.compositions import architectures, options
 from tests.compositions.axes import Draw
-from tests.compositions.loop import Loop
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import Row
 from tests.harness.composed import composed
@@ -31,6 +31,106 @@ MESHES: dict[str, dict[str, int]] = {
     "cp 2": {"cp": 2},
     "cp 2 fsdp 2": {"cp": 2, "dp_shard": 2},
 }
+
+
+class Loop:
+    """The caller's loop over epochs: (epoch, window) without end, and where it stands."""
+
+    def __init__(self, draw: Draw, rows: list[Row], mesh: Any) -> None:
+        self.draw, self.rows = draw, rows
+        shared = mesh is not None and "cp" in mesh.mesh_dim_names
+        self.mesh: dict[str, Any] = {"mesh": mesh} if shared else {}
+        each = 2 if shared else 1  # ranks that share rows
+        self.ranks, self.rank = dist.get_world_size() // each, dist.get_rank() // each
+        self.is_first = dist.get_rank() % each == 0
+        self.epoch = self.taken = 0
+        padded = draw["batches"] == "padded"
+        self.collate = partial(options.collated if padded else _packed, draw)
+        self.sampler: Any = None
+        if draw["loader"] != "list":
+            self.sampler = self._sampler() if padded else self._sampler_of_packs()
+            self.loader = self._loader()
+
+    def _loader(self) -> Any:
+        workers = 2 if self.draw["loader"] == "sampler and workers" else 0
+        options_of: dict[str, Any] = {"collate_fn": self.collate, "num_workers": workers}
+        rows: Any = self.rows
+        if self.draw["loader"] == "stream":
+            return DataLoader(self.sampler, None, **options_of)
+        if self.draw["batches"] != "padded":
+            return DataLoader(rows, batch_sampler=self.sampler, **options_of)
+        if self.draw["loader"] == "sampler of batches":
+            return DataLoader([self.collate([row]) for row in rows], batch_size=None, sampler=self.sampler)
+        return DataLoader(rows, options.BATCH_ROWS, sampler=self.sampler, **options_of)
+
+    def _sampler(self) -> Any:
+        mixed = self.draw["loader"] == "sampler of a mixture"
+        return fs.ResumableSampler(self._halves() if mixed else len(self.rows), **self.mesh)
+
+    def _sampler_of_packs(self) -> Any:
+        given: dict[str, Any] = {"max_length": options.PACK_TOKENS, **self.mesh}
+        if self.draw["loader"] == "stream":
+            return fs.PackedStream(self.rows, buffer_size=9, **given)
+        lengths, given["num_targets"] = fs.row_sizes(self.rows)
+        if self.draw["loader"] == "sampler of a mixture":
+            given["mixture"] = self._halves()
+        if self.draw["loader"] == "sampler by cost":
+            given["cost"] = (1.0, 0.5)
+        return fs.PackedSampler(lengths, **given)
+
+    def _halves(self) -> fs.Mixture:
+        return fs.Mixture([len(self.rows) // 3, len(self.rows) - len(self.rows) // 3])
+
+    def state(self) -> Any:
+        """For the checkpoint; the same on all ranks."""
+        if self.sampler is not None:
+            return self.sampler.state_dict()
+        return {"epoch": self.epoch, "taken": self.taken}
+
+    def load(self, state: Any) -> None:
+        """Go on from a state, at any number of ranks."""
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state)
+        else:
+            self.epoch, self.taken = state["epoch"], state["taken"]
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        if self.sampler is None:
+            yield from self._by_hand()
+        while True:
+            own = self.sampler.epoch
+            for window in fs.windows(self.loader, options.micro_batches(self.draw), **self.mesh):
+                if isinstance(self.sampler, fs.PackedStream):
+                    own = self.sampler.epoch  # a stream finds out that it was at its end when it is read
+                yield own, [self._twisted(batch) for batch in window]
+
+    def _by_hand(self) -> Iterator[tuple[int, list[Any]]]:
+        """Slices of the rows, dealt in turn; an epoch ends where a step would not be full."""
+        each, size = options.micro_batches(self.draw) * self.ranks, options.BATCH_ROWS
+        while True:
+            if self.taken + each * size > len(self.rows):
+                self.epoch, self.taken = self.epoch + 1, 0
+            chosen = self.rows[self.taken : self.taken + each * size]
+            self.taken += each * size
+            parts = [chosen[place * size : (place + 1) * size] for place in range(each)]
+            yield self.epoch, [self._twisted(self.collate(part)) for part in parts[self.rank :: self.ranks]]
+
+    def _twisted(self, batch: Any) -> Any:
+        if self.draw["twist"] == "keys differ" and self.rank == 0:
+            return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+        return batch
+
+
+def _packed(draw: Draw, rows: list[Row]) -> Any:
+    batch = fs.PackedCollator(max_length=options.PACK_TOKENS)(rows)
+    if draw["loss terms"] == "weights":
+        weights = [row.get("token_weights", [1.0] * len(row["input_ids"])) for row in rows]
+        flat = torch.tensor([weight for of_row in weights for weight in of_row])
+        batch["loss_weights"] = torch.ones(batch["labels"].shape)
+        batch["loss_weights"][0, : len(flat)] = flat
+    if draw["batches"] == "packed with a mask":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return batch
 
 
 @dataclass
@@ -210,21 +310,18 @@ def _be_odd(
 ) -> None:
     """What one rank does where the others train."""
     (model, inner, given, made), what = parts, draw["odd rank"]
-    if what == "leaves a step out":
-        return
-    if what == "evaluates":
-        evaluate()
-        return
-    if what == "saves":
-        fs.save_checkpoint(folder / "odd", 2, model=model, optimizer=given)
-        return
     if what == "another rate":
         made[0].param_groups[0]["lr"] = 0.5
     if what == "another block frozen":
         options.switch(options.block_of(inner, 1))
     changed = {"another clip": {"max_grad_norm": 0.5}, "another loss": {"loss_fn": architectures.summed_loss}}
-    window = window[:-1] if what == "one batch less" else window
-    fs.train_step(model, window, given, **step_options | changed.get(what, {}))
+    if what == "evaluates":
+        evaluate()
+    elif what == "saves":
+        fs.save_checkpoint(folder / "odd", 2, model=model, optimizer=given)
+    elif what != "leaves a step out":
+        window = window[:-1] if what == "one batch less" else window
+        fs.train_step(model, window, given, **step_options | changed.get(what, {}))
 
 
 # --- what it is given --------------------------------------------------------------------------------------
@@ -232,9 +329,8 @@ def _be_odd(
 
 def _loss_options(draw: Draw) -> dict[str, Any]:
     if draw["loss"] == "tokens":
-        weighted = draw["loss terms"] == "weights"
-        own = {"loss_fn": architectures.loss_of_tokens}
-        return own | ({"count_fn": architectures.weight_of_tokens} if weighted else {})
+        counts = {"count_fn": architectures.weight_of_tokens} if draw["loss terms"] == "weights" else {}
+        return {"loss_fn": architectures.loss_of_tokens, **counts}
     if draw["loss"] != "loss_fn":
         terms = options.loss_terms(draw)
         return {"loss_fn": lambda model, batch: fs.loss_sum(model, batch, **terms)[0]} if terms else {}
@@ -245,15 +341,13 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
 
 
 def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row], loop: Loop) -> float:
-    batches = [options.collated(draw, [row]) for row in held_out]
-    return fs.evaluate(model, batches[loop.rank :: loop.ranks], **_loss_options(draw)).loss
+    batches = [options.collated(draw, [row]) for row in held_out[loop.rank :: loop.ranks]]
+    return fs.evaluate(model, batches, **_loss_options(draw)).loss
 
 
 def _mesh(draw: Draw, first: int) -> Any:
     name = draw["mesh"] if first == 1 else options.resumed_mesh(draw)
-    if name in ("single", "torch DDP 2"):
-        return None
-    return mesh_here(**MESHES.get(name, {}))
+    return None if name in ("single", "torch DDP 2") else mesh_here(**MESHES.get(name, {}))
 
 
 def _sharding(draw: Draw) -> dict[str, Any]:
@@ -276,8 +370,12 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     manner: dict[str, Any] = {"fullgraph": True, "dynamic": True} if draw["compile"] == "fullgraph" else {}
     config = options.adapter_config(draw)
     if draw["start"] == "load_pretrained":
-        common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
-        common["compile"] = draw["compile"] != "no"
+        common: dict[str, Any] = {
+            "mesh": mesh,
+            "sac_ratio": ratio,
+            "compile": draw["compile"] != "no",
+            **_sharding(draw),
+        }
         shards = mesh["dp_shard"].size() if "dp_shard" in (mesh.mesh_dim_names or ()) else 1
         sharing = int(draw["expert ranks"])
         if sharing > 1 and not shards % sharing:  # on other ranks, perhaps none share
@@ -292,8 +390,9 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
         return composed(source, **common, sac={"save": keeps, "offload": offload})
     model: Any
     if draw["start"] == "meta":
-        size = architectures.GROWN if draw["vocabulary"] == "grown" else None
-        model = fs.build_meta_model(source, new_vocab_size=size)
+        model = fs.build_meta_model(
+            source, new_vocab_size=architectures.GROWN if draw["vocabulary"] == "grown" else None
+        )
         fs.freeze_towers(model)
     else:
         model = architectures.read(source, draw["architecture"])
@@ -320,8 +419,10 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
 
 
 def _tensors(model: nn.Module, *, buffers: bool = True) -> Tensors:
-    found = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
-    return {name: full(tensor).detach().clone() for name, tensor in found}
+    return {
+        name: full(tensor).detach().clone()
+        for name, tensor in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+    }
 
 
 def _keep_gradients(told: Told, model: nn.Module, *_: Any) -> None:
@@ -337,5 +438,4 @@ def _export(draw: Draw, folder: Path, model: Any) -> Path:
             out.mkdir()
             (out / "notes.txt").write_text("of the caller")
         dist.barrier()
-    dtype = torch.float32 if draw["export"] == "float32" else torch.bfloat16
-    return fs.export_hf(model, out, dtype=dtype)
+    return fs.export_hf(model, out, dtype=torch.float32 if draw["export"] == "float32" else torch.bfloat16)

@@ -32,10 +32,16 @@ def parts(draw: Draw) -> list[tuple[int, int]]:
 
 def resumed_mesh(draw: Draw) -> str:
     """The mesh that training goes on with."""
-    others = {"1": "fsdp 2", "fsdp 2": "fsdp 3", "fsdp 3": "1", "hsdp 2x2": "fsdp 2", "replicas 2": "fsdp 3"}
-    others |= {"cp 2": "fsdp 3", "cp 2 fsdp 2": "cp 2"}
-    mesh = draw["mesh"]
-    return others.get(mesh, mesh) if draw["resume"] == "other ranks" else mesh
+    others = {
+        "1": "fsdp 2",
+        "fsdp 2": "fsdp 3",
+        "fsdp 3": "1",
+        "hsdp 2x2": "fsdp 2",
+        "replicas 2": "fsdp 3",
+        "cp 2": "fsdp 3",
+        "cp 2 fsdp 2": "cp 2",
+    }
+    return others.get(draw["mesh"], draw["mesh"]) if draw["resume"] == "other ranks" else draw["mesh"]
 
 
 def micro_batches(draw: Draw) -> int:
@@ -86,12 +92,9 @@ def optimizers(draw: Draw, model: nn.Module, rounded: Any = None) -> list[torch.
         # Not a router's gate: its gradient has a direction of 0 (the sum over experts), in which Muon, that
         # gives every direction the same size, makes steps of nothing but rounding.
         within = {n: p for n, p in named.items() if p.ndim == 2 and not n.endswith("mlp.gate.weight")}
-        inner = [p for name, p in within.items() if "layers." in name or ".h." in name]
-        taken = {id(p) for p in inner}
-        rest = [p for p in named.values() if id(p) not in taken]
-        made: list[torch.optim.Optimizer] = []
-        if inner:
-            made.append(torch.optim.Muon(inner, lr=5e-3, momentum=0.9))
+        inner = {n: p for n, p in within.items() if "layers." in n or ".h." in n}
+        rest = [p for n, p in named.items() if n not in inner]
+        made = [torch.optim.Muon(inner.values(), lr=5e-3, momentum=0.9)] if inner else []
         return [*made, torch.optim.AdamW(rest, **options)] if rest else made
     if kind == "stochastic adamw" and rounded is not None:
         return [rounded(named.values(), **options)]
@@ -100,13 +103,12 @@ def optimizers(draw: Draw, model: nn.Module, rounded: Any = None) -> list[torch.
 
 def kept_name(draw: Draw) -> str:
     """A submodule of blocks whose product is kept when the rest is recomputed."""
-    names = {
+    return {
         "learned positions": "c_attn",
         "convolution": "w2",
         "encoder-decoder": "wi",
         "not of transformers": "qkv",
-    }
-    return names.get(draw["architecture"], "o_proj")
+    }.get(draw["architecture"], "o_proj")
 
 
 def max_norm(draw: Draw) -> float | None:

@@ -48,20 +48,17 @@ def adapted(draw: Draw, model: Any, start: Tensors) -> Any:
     from peft import get_peft_model
 
     model = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_random(name):
-                parameter.copy_(start[name])
+    for name, parameter in model.named_parameters():
+        if is_random(name):
+            parameter.data.copy_(start[name])
     return model.train()
 
 
 def disturb(model: nn.Module, relative: float) -> None:
     """Move every parameter by at most so much of itself: what another rounding would have made of it."""
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.rand(parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + relative * noise)
+    for parameter in model.parameters():
+        parameter.data.mul_(1 + relative * (torch.rand(parameter.shape, generator=generator) * 2 - 1))
 
 
 def is_random(name: str) -> bool:
@@ -98,9 +95,13 @@ def train(
         options.change(draw, step, made, model, call.copy)
         if draw[f"before step {step}"] == "evaluate":
             found.evaluations.append(_evaluated(draw, call, held_out))
-        keep = None if found.gradients else found.gradients
-        losses = _losses(draw, call, window, found)
-        _, norm = plain.step(model, losses, made, max_norm=options.max_norm(draw), keep=keep)
+        _, norm = plain.step(
+            model,
+            _losses(draw, call, window, found),
+            made,
+            max_norm=options.max_norm(draw),
+            keep=None if found.gradients else found.gradients,
+        )
         found.norms.append(norm)
         call.refresh()
     found.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -23,8 +23,11 @@ def drawn_rows(seed: int, *, weighted: bool = False) -> list[Row]:
     generator = random.Random(seed)
     rows = []
     for index in range(NUM_ROWS):
-        name = [3 + index % 40, 50 + index // 40]
-        ids = name + [generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, LONGEST - 2))]
+        ids = [
+            3 + index % 40,
+            50 + index // 40,
+            *[generator.randrange(3, VOCABULARY) for _ in range(generator.randint(1, LONGEST - 2))],
+        ]
         first = len(ids) if index % 13 == 7 else generator.randint(1, len(ids) - 1)
         row: Row = {"input_ids": ids, "labels": [-100] * first + ids[first:]}
         if weighted and index % 3:
@@ -55,12 +58,8 @@ def padded(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 def of_answers(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """A batch for an encoder-decoder: the labels are what the decoder says, and are not shifted."""
-    batch = padded(rows)
-    answers = padded(
-        [{"input_ids": row["input_ids"][::-1], "labels": row["input_ids"][::-1]} for row in rows]
-    )
-    batch["labels"] = answers["labels"]
-    return batch
+    answers = [{"input_ids": row["input_ids"], "labels": row["input_ids"][::-1]} for row in rows]
+    return padded(rows) | {"labels": padded(answers)["labels"]}
 
 
 def rows_of(batch: dict[str, Any]) -> list[list[int]]:
@@ -81,8 +80,7 @@ def weights_of(batch: dict[str, Any]) -> list[list[float]]:
 def _split(batch: dict[str, Any], key: str) -> list[Any]:
     ids, values = batch["input_ids"].tolist(), batch[key].tolist()
     if "position_ids" not in batch:
-        lengths = batch["attention_mask"].sum(1).tolist()
-        return [own[:n] for own, n in zip(values, lengths, strict=True)]
+        return [own[:n] for own, n in zip(values, batch["attention_mask"].sum(1).tolist(), strict=True)]
     starts = [place for place, position in enumerate(batch["position_ids"][0].tolist()) if position == 0]
     bounds = list(zip(starts, [*starts[1:], len(ids[0])], strict=True))
     return [values[0][a:b] for a, b in bounds if any(ids[0][a:b])]

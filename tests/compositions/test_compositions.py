@@ -3,7 +3,6 @@
 import itertools
 import json
 import runpy
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,8 +17,7 @@ from tests.compositions.judge import Outcome, judge
 @pytest.mark.parametrize("number", range(len(fixed.EQUAL)))
 def test_a_composition_is_equal(number: int) -> None:
     draw = full(fixed.EQUAL[number])
-    assert draw == settled(draw)
-    assert judge(draw, seed=number) == Outcome("equal")
+    assert (draw, judge(draw, seed=number)) == (settled(draw), Outcome("equal"))
 
 
 @pytest.mark.parametrize("reason", fixed.REFUSED)
@@ -51,8 +49,7 @@ def test_reasons_are_typed_errors_each_of_which_a_draw_can_meet() -> None:
     names = [reason.name for reason in reasons.REASONS]
     assert len(set(names)) == len(names)
     for reason in reasons.REASONS:
-        error: Any = getattr(fsdp_sft, reason.error)
-        assert issubclass(error, fsdp_sft.FsdpSftError)
+        assert issubclass(getattr(fsdp_sft, reason.error), fsdp_sft.FsdpSftError)
         assert set(reason.axes) <= set(AXES)
         assert not reason.applies(PLAINEST)
         options = itertools.product(*(AXES[axis] for axis in reason.axes))

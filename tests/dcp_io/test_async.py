@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io import folder
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
@@ -58,7 +57,7 @@ def _snapshot_is_of_the_moment(root: str, model: Any, optimizer: Any) -> None:
     assert torch.equal(loaded.rank_state["mine"], torch.arange(3) + this_rank())
     assert_same(everything(other, other_optimizer), expected)
     saved.wait()
-    assert dcp_io.verify_checkpoint(saved.path) == []
+    assert fs.verify_checkpoint(saved.path) == []
 
 
 def _one_at_a_time(root: str, model: Any, optimizer: Any) -> None:
@@ -71,8 +70,7 @@ def _one_at_a_time(root: str, model: Any, optimizer: Any) -> None:
         assert second.blocked_seconds > max(0.5, first.blocked_seconds)
         assert not second.path.exists()
         third = fs.save_checkpoint(root, 4, model=model, optimizer=optimizer)
-        assert second.path.exists()
-        assert third.path.exists()
+        assert [saved.path.exists() for saved in (second, third)] == [True, True]
 
 
 def _errors_are_raised_once_on_all_ranks(root: str, model: Any, optimizer: Any) -> None:
@@ -98,10 +96,10 @@ def _errors_are_raised_once_on_all_ranks(root: str, model: Any, optimizer: Any) 
 
 
 def _best(root: str, model: Any) -> None:
-    metrics = [2.0, 1.0, float("nan"), 1.5, 1.0, None, float("inf"), 3, 2.5]
-    for step, metric in enumerate(metrics):
-        async_ = step % 2 == 1
-        fs.save_checkpoint(root, step, model=model, metric=metric, keep_last=2, keep_best=2, async_=async_)
+    for step, metric in enumerate([2.0, 1.0, float("nan"), 1.5, 1.0, None, float("inf"), 3, 2.5]):
+        fs.save_checkpoint(
+            root, step, model=model, metric=metric, keep_last=2, keep_best=2, async_=step % 2 == 1
+        )
     torch.distributed.barrier()
     assert [(i.step, i.metric) for i in fs.find_checkpoints(root)] == [(1, 1.0), (4, 1.0), (7, 3.0), (8, 2.5)]
     torch.distributed.barrier()
@@ -148,8 +146,7 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path, outcome: str, co
     assert ended.returncode == code, ended.stderr
     assert "the program ends" in ended.stdout
     assert ("asynchronous save failed" in ended.stderr) == ("No space left" in ended.stderr) == bool(code)
-    steps = [info.step for info in fs.find_checkpoints(tmp_path) if info.sound]
-    assert steps == ([] if code else [1])
+    assert [info.step for info in fs.find_checkpoints(tmp_path) if info.sound] == ([] if code else [1])
     assert [name for name in os.listdir(tmp_path) if name.startswith(".tmp")] == []
 
 
@@ -169,7 +166,7 @@ def _destroy_meanwhile(root: str, slow: int) -> None:
 def test_a_save_outlives_the_process_group(slow: int, tmp_path: Path) -> None:
     """Otherwise its ranks would each be a job of one, name an unsound step, and delete the one before."""
     run_distributed(_destroy_meanwhile, 2, str(tmp_path), slow)
-    assert dcp_io.verify_checkpoint(tmp_path / "step-2") == []
+    assert fs.verify_checkpoint(tmp_path / "step-2") == []
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-2"]
 
 
@@ -185,12 +182,10 @@ def _values(model: Any) -> dict[str, torch.Tensor]:
 def _train_on_while_saving(root: Path, async_: bool) -> dict[str, Any]:
     context = fs.init_distributed()
     torch.manual_seed(0)
-    mesh = fs.build_mesh()
-    model = fs.shard_model(tiny_model("llama").to(context.device), mesh=mesh)
+    model = fs.shard_model(tiny_model("llama").to(context.device), mesh=fs.build_mesh())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     ids = torch.arange(24, device=context.device).view(2, 12)
-    batch = {"input_ids": ids, "labels": ids}
-    fs.train_step(model, [batch], optimizer)
+    fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
     torch.rand(3, device=context.device)
     wrong: list[str] = []
     for step in (1, 2):  # the second in memory that the first has used
@@ -199,9 +194,8 @@ def _train_on_while_saving(root: Path, async_: bool) -> dict[str, Any]:
         torch.sim.reset_peak_memory_stats()
         saved = fs.save_checkpoint(root, step, model=model, optimizer=optimizer, async_=async_)
         on_device = torch.sim.max_memory_allocated() - allocated
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1.0)  # what the next step would do
+        for parameter in model.parameters():
+            parameter.data.add_(1.0)  # what the next step would do
         torch.rand(3, device=context.device)
         saved.wait()
         fs.load_checkpoint(saved.path, model=model, optimizer=optimizer)
@@ -209,9 +203,8 @@ def _train_on_while_saving(root: Path, async_: bool) -> dict[str, Any]:
         wrong += [name for name in expected if not torch.equal(expected[name], after[name])]
         if not torch.equal(torch.sim.get_rng_state(context.device.index), drawn):
             wrong.append("generator")
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2.0)
+        for parameter in model.parameters():
+            parameter.data.mul_(2.0)
     return {"wrong": wrong, "on the device": on_device, "touched": torch.sim.touched()}
 
 

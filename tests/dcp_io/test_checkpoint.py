@@ -17,12 +17,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import fsdp_sft as fs
-from fsdp_sft import dcp_io
 from fsdp_sft._process.codec import dumps
 from fsdp_sft.dcp_io import retention
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.trained import (
     DDP,
     HSDP,
@@ -41,11 +39,28 @@ TRAIN_STATE = {
 }
 
 
+def _rank_state() -> dict[str, Any]:
+    return {"position": this_rank(), "buffer": torch.arange(3) + this_rank(), "blob": b"\x00\xff"}
+
+
 def _tokens() -> torch.Tensor:
     return torch.ones(1, 4, dtype=torch.int64, device=device_here())
 
 
-def _save(root: str, mesh_shape: dict[str, int] | None, family: str) -> None:
+def _evaluate(model: Any) -> None:
+    """A forward that leaves the root gathered."""
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=_tokens())
+    model.train()
+
+
+@pytest.fixture
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(3, 2)
+
+
+def _save(root: Path, mesh_shape: dict[str, int] | None, family: str) -> None:
     """Train two steps, save, then go on; what was saved and what followed goes to a file."""
     torch.manual_seed(100 + this_rank())
     random.seed(this_rank())
@@ -53,32 +68,27 @@ def _save(root: str, mesh_shape: dict[str, int] | None, family: str) -> None:
     model = make_model(1, mesh_shape, family=family)
     optimizer = make_adamw(model, amsgrad=True)
     train(model, optimizer, 0, 2)
-    model.eval()
-    with torch.no_grad():
-        model(input_ids=_tokens())  # leaves the root gathered
-    model.train()
-    rank_state = {"position": this_rank(), "buffer": torch.arange(3) + this_rank(), "blob": b"\x00\xff"}
+    _evaluate(model)
     fs.save_checkpoint(
-        root, 2, model=model, optimizer=optimizer, train_state=TRAIN_STATE, rank_state=rank_state
+        root, 2, model=model, optimizer=optimizer, train_state=TRAIN_STATE, rank_state=_rank_state()
     )
     saved = everything(model, optimizer)
     drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]
     losses = train(model, optimizer, 2, 2)
-    expected = {"state": saved, "drawn": drawn, "losses": losses, "after": everything(model, optimizer)}
-    torch.save(expected, f"{root}/expected-{this_rank()}")
+    torch.save(
+        {"state": saved, "drawn": drawn, "losses": losses, "after": everything(model, optimizer)},
+        root / f"expected-{this_rank()}",
+    )
 
 
-def _load(root: str, mesh_shape: dict[str, int] | None, family: str, prepare: str = "") -> None:
-    expected = [torch.load(path, weights_only=False) for path in sorted(Path(root).glob("expected-*"))]
+def _load(root: Path, mesh_shape: dict[str, int] | None, family: str, prepare: str = "") -> None:
+    expected = [torch.load(path, weights_only=False) for path in sorted(root.glob("expected-*"))]
     torch.manual_seed(7)
     model = make_model(2, mesh_shape, family=family)
     optimizer = make_adamw(model, amsgrad=True)
     if prepare == "stepped":
         train(model, optimizer, 0, 1)
-        model.eval()
-        with torch.no_grad():
-            model(input_ids=_tokens())  # leaves the root gathered
-        model.train()
+        _evaluate(model)
     if prepare == "pending":
         model(input_ids=_tokens()).logits.sum().backward()
     loaded = fs.load_checkpoint(root, model=model, optimizer=optimizer)
@@ -91,28 +101,29 @@ def _load(root: str, mesh_shape: dict[str, int] | None, family: str, prepare: st
         assert loaded.rank_state is None
         return
     mine = expected[this_rank()]
-    assert loaded.rank_state["position"] == this_rank()
-    assert torch.equal(loaded.rank_state["buffer"], torch.arange(3) + this_rank())
-    assert loaded.rank_state["blob"] == b"\x00\xff"
+    assert_same(loaded.rank_state, _rank_state())
     assert [torch.rand(1).item(), random.random(), float(np.random.rand())] == mine["drawn"]
     if prepare != "other mesh":
         assert train(model, optimizer, 2, 2) == mine["losses"]
         assert_same(everything(model, optimizer), mine["after"])
 
 
-def _load_many(root: str, cases: list[tuple[Any, str]]) -> None:
+def _load_many(root: Path, cases: list[tuple[Any, str]]) -> None:
     for mesh_shape, prepare in cases:
         _load(root, mesh_shape, "qwen2-tied", prepare)
 
 
 def test_two_ranks_load_at_any_number(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    run_distributed(_save, 2, root, {}, "qwen2-tied")
-    assert dcp_io.verify_checkpoint(tmp_path / "step-2") == []
-    again = [({}, ""), ({}, "stepped"), ({}, "pending"), (DDP, "other mesh"), (None, "other mesh")]
-    run_distributed(_load_many, 2, root, again)
+    run_distributed(_save, 2, tmp_path, {}, "qwen2-tied")
+    assert fs.verify_checkpoint(tmp_path / "step-2") == []
+    run_distributed(
+        _load_many,
+        2,
+        tmp_path,
+        [({}, ""), ({}, "stepped"), ({}, "pending"), (DDP, "other mesh"), (None, "other mesh")],
+    )
     for ranks, mesh_shape in ((1, None), (3, {}), (4, HSDP)):
-        run_distributed(_load_many, ranks, root, [(mesh_shape, "")])
+        run_distributed(_load_many, ranks, tmp_path, [(mesh_shape, "")])
 
 
 @pytest.mark.parametrize(
@@ -122,9 +133,8 @@ def test_two_ranks_load_at_any_number(tmp_path: Path) -> None:
 def test_other_meshes(
     save_ranks: int, save_mesh: Any, load_ranks: int, load_mesh: Any, tmp_path: Path
 ) -> None:
-    root = str(tmp_path)
-    run_distributed(_save, save_ranks, root, save_mesh, "llama")
-    run_distributed(_load, load_ranks, root, load_mesh, "llama")
+    run_distributed(_save, save_ranks, tmp_path, save_mesh, "llama")
+    run_distributed(_load, load_ranks, tmp_path, load_mesh, "llama")
     manifest = json.loads((tmp_path / "step-2" / "MANIFEST.json").read_text())
     files = {path.name: load_file(path) for path in (tmp_path / "step-2" / "shards").iterdir()}
     written = sum(t.numel() for held in files.values() for key, t in held.items() if key.startswith("model."))
@@ -149,88 +159,86 @@ def _as_version_3(folder: Path) -> None:
     index = {f"shards/{rank:05d}.safetensors": own for rank, own in enumerate(raw["files"])}
     index |= {name: [len(data), hashlib.sha256(data).hexdigest()] for name, data in small.items()}
     (folder / "INDEX.json").write_bytes(dumps(index))
-    record = {"size": len(dumps(index)), "sha256": hashlib.sha256(dumps(index)).hexdigest()}
-    body |= {"version": 3, "index": record}
-    signed = {**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}
-    (folder / "MANIFEST.json").write_bytes(dumps(signed))
+    body |= {
+        "version": 3,
+        "index": {"size": len(dumps(index)), "sha256": hashlib.sha256(dumps(index)).hexdigest()},
+    }
+    (folder / "MANIFEST.json").write_bytes(dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}))
 
 
-def test_a_step_of_version_3_is_read(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
+def test_a_step_of_version_3_is_read(linear: torch.nn.Linear, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(linear.parameters())
+    linear(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, train_state=TRAIN_STATE)
+    fs.save_checkpoint(tmp_path, 1, model=linear, optimizer=optimizer, train_state=TRAIN_STATE)
     _as_version_3(tmp_path / "step-1")
     other = torch.nn.Linear(3, 2)
     resumed = torch.optim.AdamW(other.parameters())
-    loaded = fs.load_checkpoint(tmp_path, model=other, optimizer=resumed)
-    assert loaded.train_state == TRAIN_STATE
-    assert torch.equal(other.weight, model.weight)
-    assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert fs.load_checkpoint(tmp_path, model=other, optimizer=resumed).train_state == TRAIN_STATE
+    assert torch.equal(other.weight, linear.weight)
+    assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[linear.weight]["exp_avg"])
     state = tmp_path / "step-1" / "train_state.json"
     state.write_bytes(state.read_bytes().replace(b"done", b"gone"))
     assert "train_state.json is not what was written" in fs.verify_checkpoint(tmp_path / "step-1")[0]
 
 
-def test_a_step_that_a_link_leads_to_is_loaded(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    root, disk = tmp_path / "ckpt", tmp_path / "disk"
-    fs.save_checkpoint(root, 7, model=model)
-    (root / "step-7").rename(disk)
-    (root / "step-7").symlink_to(disk)
+def test_a_step_that_a_link_leads_to_is_loaded(linear: torch.nn.Linear, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    fs.save_checkpoint(root, 7, model=linear)
+    (root / "step-7").symlink_to((root / "step-7").rename(tmp_path / "disk"))
     (root / "latest").symlink_to("step-7")
     assert [info.sound for info in fs.find_checkpoints(root)] == [True]
     for path in (root, root / "step-7", root / "latest"):
         other = torch.nn.Linear(3, 2)
         assert fs.load_checkpoint(path, model=other).step == 7
-        assert torch.equal(other.weight, model.weight)
+        assert torch.equal(other.weight, linear.weight)
     assert fs.verify_checkpoint(root / "latest") == []
 
 
-def test_a_step_below_newer_ones_is_warned_about(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
+def test_a_step_below_newer_ones_is_warned_about(linear: torch.nn.Linear, tmp_path: Path) -> None:
     for step in (100, 200, 300):
-        fs.save_checkpoint(tmp_path, step, model=model)
+        fs.save_checkpoint(tmp_path, step, model=linear)
     with pytest.warns(UserWarning, match=r"step-150 is saved beside newer steps \(\[200, 300\]\)"):
-        fs.save_checkpoint(tmp_path, 150, model=model)
+        fs.save_checkpoint(tmp_path, 150, model=linear)
 
 
 @pytest.mark.filterwarnings("ignore:.*saved beside newer steps")
-def test_only_steps_of_this_run_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_steps_of_this_run_are_pruned(
+    linear: torch.nn.Linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def save(*steps: int, **options: Any) -> list[int]:
         for step in steps:
-            fs.save_checkpoint(tmp_path, step, model=model, **options)
+            fs.save_checkpoint(tmp_path, step, model=linear, **options)
         return [info.step for info in fs.find_checkpoints(tmp_path)]
 
     def restarted() -> None:
         monkeypatch.setattr(retention, "_own_steps", {})
 
-    model = torch.nn.Linear(3, 2)
     assert save(5, 1000, metric=0.1) == [5, 1000]
     restarted()
     assert save(10, 20, keep_last=1) == [5, 20, 1000], "an earlier run's steps stay, before and after"
     restarted()
-    fs.load_checkpoint(tmp_path / "step-20", model=model)
+    fs.load_checkpoint(tmp_path / "step-20", model=linear)
     assert save(30, keep_last=1) == [30, 1000], "a run that goes on prunes the steps up to the one loaded"
     restarted()
-    fs.load_checkpoint(tmp_path, model=model)
+    fs.load_checkpoint(tmp_path, model=linear)
     assert save(40, keep_last=1) == [40, 1000], "a step that is loaded and counted back from stays"
     assert save(1010, metric=0.2, keep_last=1, keep_best=1) == [1000, 1010]
 
 
 @pytest.mark.parametrize("async_", [False, True])
 def test_nothing_is_deleted_unless_asked_for_and_then_said(
-    async_: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    async_: bool, linear: torch.nn.Linear, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = torch.nn.Linear(3, 2)
     for step in (1, 2, 10):
-        fs.save_checkpoint(tmp_path, step, model=model, metric=float(step), keep_best=1, async_=async_).wait()
+        fs.save_checkpoint(
+            tmp_path, step, model=linear, metric=float(step), keep_best=1, async_=async_
+        ).wait()
     assert [info.step for info in fs.find_checkpoints(tmp_path)] == [1, 2, 10], "nothing was asked for"
     with caplog.at_level(logging.WARNING, "fsdp_sft"):
-        fs.save_checkpoint(tmp_path, 11, model=model, keep_last=4, async_=async_).wait()
+        fs.save_checkpoint(tmp_path, 11, model=linear, keep_last=4, async_=async_).wait()
         assert caplog.text == ""
-        fs.save_checkpoint(tmp_path, 12, model=model, keep_last=2, async_=async_).wait()
+        fs.save_checkpoint(tmp_path, 12, model=linear, keep_last=2, async_=async_).wait()
     assert [info.step for info in fs.find_checkpoints(tmp_path)] == [11, 12]
     (record,) = caplog.records
     assert f"deleted step-1, step-2, step-10 from {tmp_path}" in record.getMessage()
@@ -247,16 +255,16 @@ def _job(seed: int, mesh: dict[str, int]) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def _save_for_torch(root: str, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
-    fs.init_distributed()
     model, optimizer = _job(0, mesh)
     train(model, optimizer, 0, 2)
     fs.save_checkpoint(root, 2, model=model, optimizer=optimizer, rank_state={"rows": torch.arange(3)})
-    state = everything(model, optimizer)
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    return {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in everything(model, optimizer).items()
+    }
 
 
 def _load_by_torch(root: str, mesh: dict[str, int], expected: dict[str, Any]) -> None:
-    fs.init_distributed()
     model, optimizer = _job(7, mesh)
     train(model, optimizer, 0, 1)  # so that there is state of other values
     state: dict[str, Any] = {

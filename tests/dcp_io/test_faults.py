@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft import dcp_io
+from fsdp_sft._tensors import disk
 from fsdp_sft._tensors.stored import StoredFolder
-from fsdp_sft.dcp_io import saving
+from fsdp_sft.dcp_io import folder, saving
 from tests.faults.hostile import sign
-from tests.harness.device import mesh_here
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 from tests.harness.trained import (
     assert_same,
     everything,
@@ -35,14 +34,13 @@ def _flip(path: Path, position: int) -> None:
 
 
 def _flip_rank_state(step: Path) -> None:
-    header = StoredFolder(step).header(SECOND)
-    _flip(step / SECOND, header.entries["rank.1"].start + 2)
+    _flip(step / SECOND, StoredFolder(step).header(SECOND).entries["rank.1"].start + 2)
 
 
-def _swap(step: Path) -> None:
-    content = (step / FIRST).read_bytes()
-    (step / FIRST).write_bytes((step / SECOND).read_bytes())
-    (step / SECOND).write_bytes(content)
+def _swap(step: Path, first: str, second: str) -> None:
+    content = (step / first).read_bytes()
+    (step / first).write_bytes((step / second).read_bytes())
+    (step / second).write_bytes(content)
 
 
 def _change_dtype(raw: dict[str, Any]) -> None:
@@ -84,7 +82,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit in the manifest": (lambda s: _flip(s / "MANIFEST.json", 400), ""),
     "deleted": (lambda s: (s / FIRST).unlink(), "missing"),
     "a folder in its place": (lambda s: _folder_in_its_place(s / FIRST), ""),
-    "swapped": (_swap, ""),
+    "swapped": (lambda s: _swap(s, FIRST, SECOND), ""),
     "stale": (lambda s: shutil.copy(s.parent / "step-1" / FIRST, s / FIRST), ""),
     "of another job": (lambda s: shutil.copy(s.parent.parent / "three/step-2" / FIRST, s / FIRST), ""),
     "no manifest": (lambda s: (s / "MANIFEST.json").unlink(), ""),
@@ -153,10 +151,10 @@ def test_every_damage_is_found_before_the_model_is_touched(tmp_path: Path) -> No
     for name, (damage, words) in DAMAGE.items():
         shutil.copytree(tmp_path / "good", tmp_path / name)
         damage(tmp_path / name / "step-2")
-        problems = dcp_io.verify_checkpoint(tmp_path / name / "step-2")
+        problems = fs.verify_checkpoint(tmp_path / name / "step-2")
         assert problems, name
         assert words in problems[0]
-        assert dcp_io.verify_checkpoint(tmp_path / name / "step-1") == [], name
+        assert fs.verify_checkpoint(tmp_path / name / "step-1") == [], name
     run_distributed(_load_damaged, 2, str(tmp_path), list(DAMAGE))
     sound = {info.step: info.sound for info in fs.find_checkpoints(tmp_path / "cut short")}
     assert sound == {1: True, 2: False}
@@ -164,12 +162,11 @@ def test_every_damage_is_found_before_the_model_is_touched(tmp_path: Path) -> No
 
 def _rejected_loads(root: str, model: Any, optimizer: Any) -> None:
     before = everything(model, optimizer)
-    others: list[tuple[Any, str]] = [
+    for other, message in (
         (make_model(1, {}, wrap=False), r"not in it \(model.embed.*are not the model's \(count"),
         (make_model(1, {}, family="qwen2"), r"lm_head.weight is tied to \S+ in the checkpoint but not"),
         (make_model(1, None).bfloat16(), r"is torch.float32 .*, the model's is torch.bfloat16"),
-    ]
-    for other, message in others:
+    ):
         untouched = everything(other)
         with pytest.raises(fs.CheckpointMismatchError, match=message):
             fs.load_checkpoint(root, model=other)
@@ -204,13 +201,11 @@ def _rejected_saves(root: str, model: Any) -> None:
 
 def _failing_write(root: str, model: Any, optimizer: Any) -> None:
     """One rank cannot write, at several places: all raise, nothing is left, the old step stands."""
-    from fsdp_sft._tensors import disk
-    from fsdp_sft.dcp_io import folder
 
     def full_disk(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    places = [
+    for rank, module, name in (
         (1, disk, "write_at"),
         (1, folder, "write_tensors"),
         (0, folder, "write_bytes"),
@@ -218,8 +213,7 @@ def _failing_write(root: str, model: Any, optimizer: Any) -> None:
         (0, disk, "sync_folder"),
         (0, os, "rename"),
         (1, os, "fsync"),
-    ]
-    for rank, module, name in places:
+    ):
         with pytest.MonkeyPatch.context() as patch:
             if this_rank() == rank:
                 patch.setattr(module, name, full_disk)
@@ -230,7 +224,7 @@ def _failing_write(root: str, model: Any, optimizer: Any) -> None:
         torch.distributed.barrier()
         assert _names(root) == ["step-1"], (rank, name)
         torch.distributed.barrier()
-    assert dcp_io.verify_checkpoint(f"{root}/step-1") == []
+    assert fs.verify_checkpoint(f"{root}/step-1") == []
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder, "_VISIBLE_SECONDS", 0.1)
@@ -259,7 +253,9 @@ def _retention(root: str, model: Any) -> None:
     assert [(i.step, i.sound) for i in fs.find_checkpoints(root)] == [(2, False), (3, True), (4, True)]
 
 
-def _saving(root: str) -> None:
+@on_ranks(2)
+def test_saving(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
     model = make_model(1, {})
     optimizer = make_adamw(model)
     train(model, optimizer, 0, 1)
@@ -283,12 +279,7 @@ def _saving(root: str) -> None:
     _retention(root, model)
 
 
-def test_saving(tmp_path: Path) -> None:
-    run_distributed(_saving, 2, str(tmp_path / "root"))
-
-
 def _alike(root: str, load: bool) -> None:
-    fs.init_distributed()
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
     fs.shard_model(model, mesh=mesh_here(), blocks={})
     if not load:
@@ -304,10 +295,7 @@ def test_swapped_files_are_found_without_checksums(tmp_path: Path) -> None:
     """Files with the same tensors in them: each says whose it is."""
     run_distributed(_alike, 4, str(tmp_path), False)
     step = tmp_path / "step-1"
-    names = [f"shards/{rank:05d}.safetensors" for rank in (1, 2)]
-    contents = [(step / name).read_bytes() for name in names]
-    for name, data in zip(names, contents[::-1], strict=True):
-        (step / name).write_bytes(data)
+    _swap(step, SECOND, "shards/00002.safetensors")
     # As if they had been of one size.
     sign(step, lambda raw: raw["files"].insert(1, raw["files"].pop(2)))
     run_distributed(_alike, 4, str(tmp_path), True)

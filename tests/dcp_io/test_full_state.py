@@ -1,7 +1,6 @@
 """One file with the whole model: written from and read into any sharding, and what is refused."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, mesh_here
+from fsdp_sft._tensors import gather
+from fsdp_sft.dcp_io import full_state
 from tests.harness.models import full, tiny_model
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks
 from tests.harness.trained import HSDP, assert_same
 
 
@@ -39,14 +39,14 @@ def _forward(model: Any) -> None:
 @pytest.mark.parametrize(("ranks", "mesh_shape"), [(2, {}), (4, HSDP), (1, None), (2, None)])
 @on_ranks()
 def test_any_model_comes_back(ranks: int, mesh_shape: Any, tmp_path: Path) -> None:
-    model = _model(1, mesh_shape)
-    expected = _full(_model(1, None))
+    model, expected = _model(1, mesh_shape), _full(_model(1, None))
     path = f"{tmp_path}/model.safetensors"
     _forward(model)
     fs.save_full_state_dict(model, path)
     assert_same(_full(model), expected)
-    stored = load_file(path)
-    assert_same(stored, {name: tensor for name, tensor in expected.items() if name != "lm_head.weight"})
+    assert_same(
+        load_file(path), {name: tensor for name, tensor in expected.items() if name != "lm_head.weight"}
+    )
     other = _model(2, mesh_shape)
     _forward(other)
     fs.load_full_state_dict(other, path)
@@ -55,39 +55,45 @@ def test_any_model_comes_back(ranks: int, mesh_shape: Any, tmp_path: Path) -> No
     torch.distributed.barrier()
     fs.save_full_state_dict(model, path, dtype=torch.bfloat16)
     fs.load_full_state_dict(other, path)
-    rounded = {n: t.bfloat16().to(t.dtype) if t.is_floating_point() else t for n, t in expected.items()}
-    assert_same(_full(other), rounded)
+    assert_same(
+        _full(other),
+        {n: t.bfloat16().to(t.dtype) if t.is_floating_point() else t for n, t in expected.items()},
+    )
     assert os.path.getsize(path) < 0.6 * sum(t.nbytes for t in expected.values())
     torch.distributed.barrier()
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors"]
 
 
-def _write_bad_files(folder: Path) -> dict[str, tuple[type[Exception], str]]:
+@pytest.fixture
+def bad_files(tmp_path: Path) -> dict[str, tuple[type[Exception], str]]:
     """The errors that files end in, by their paths."""
     state = {name: tensor.clone() for name, tensor in _model(1, None).state_dict().items()}
     without = {name: tensor for name, tensor in state.items() if "layers.1.mlp.up" not in name}
-    bad: dict[str, tuple[Any, str]] = {
+    others = {
         "missing": (without, "not in it.*layers.1.mlp.up"),
         "extra": ({**state, "surplus": torch.ones(2)}, "not the model's.*surplus"),
         "shape": ({**state, "model.norm.weight": torch.ones(7)}, "model.norm.weight"),
         "kind": ({**state, "model.steps": torch.tensor(1.5)}, "model.steps"),
         "untied": ({**state, "lm_head.weight": state["lm_head.weight"] + 1}, "one tensor in the model"),
     }
-    made: dict[str, tuple[type[Exception], str]] = {}
-    for name, (content, message) in bad.items():
-        save_file(content, folder / f"{name}.safetensors")
-        made[str(folder / f"{name}.safetensors")] = fs.CheckpointMismatchError, message
-    cut = folder / "cut.safetensors"
+    for name, (content, _) in others.items():
+        save_file(content, tmp_path / f"{name}.safetensors")
+    cut = tmp_path / "cut.safetensors"
     save_file(state, cut)
     os.truncate(cut, cut.stat().st_size - 1000)
-    made[str(cut)] = fs.CheckpointCorruptError, "cut|file"
-    torch.save(state, folder / "model.pt")
-    made[str(folder / "model.pt")] = fs.CheckpointCorruptError, "by save_file of safetensors.torch"
-    made[str(folder / "absent.safetensors")] = fs.CheckpointNotFoundError, "no file"
-    return made
+    torch.save(state, tmp_path / "model.pt")
+    return {
+        **{
+            str(tmp_path / f"{name}.safetensors"): (fs.CheckpointMismatchError, message)
+            for name, (_, message) in others.items()
+        },
+        str(cut): (fs.CheckpointCorruptError, "cut|file"),
+        str(tmp_path / "model.pt"): (fs.CheckpointCorruptError, "by save_file of safetensors.torch"),
+        str(tmp_path / "absent.safetensors"): (fs.CheckpointNotFoundError, "no file"),
+    }
 
 
-def _refused_loads(folder: str, cases: dict[str, tuple[type[Exception], str]]) -> None:
+def _refused_loads(folder: Path, cases: dict[str, tuple[type[Exception], str]]) -> None:
     model = _model(2, {})
     before = _full(model)
     for path, (kind, message) in cases.items():
@@ -99,11 +105,8 @@ def _refused_loads(folder: str, cases: dict[str, tuple[type[Exception], str]]) -
         fs.load_full_state_dict(nn.Linear(2, 2), path)
 
 
-def _refused_saves(folder: str) -> None:
-    from fsdp_sft.dcp_io import full_state
-
-    model = _model(1, {})
-    path = Path(folder, "model.safetensors")
+def _refused_saves(folder: Path) -> None:
+    model, path = _model(1, {}), folder / "model.safetensors"
     fs.save_full_state_dict(model, path)
     torch.distributed.barrier()
     before = path.read_bytes()
@@ -111,9 +114,12 @@ def _refused_saves(folder: str) -> None:
     def full_disk(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    gather: Any = sys.modules["fsdp_sft._tensors.gather"]
-    places = [(0, full_state, "create"), (0, full_state, "write_at"), (0, os, "replace")]
-    for rank, module, name in [*places, (1, gather, "values_of")]:  # the last has no memory for its part
+    for rank, module, name in (
+        (0, full_state, "create"),
+        (0, full_state, "write_at"),
+        (0, os, "replace"),
+        (1, gather, "values_of"),  # has no memory for its part
+    ):
         torch.distributed.barrier()
         with pytest.MonkeyPatch.context() as patch:
             if torch.distributed.get_rank() == rank:
@@ -121,17 +127,16 @@ def _refused_saves(folder: str) -> None:
             with pytest.raises(OSError, match="No space left"):
                 fs.save_full_state_dict(model, path)
         torch.distributed.barrier()
-        assert os.listdir(folder) == ["model.safetensors"]
-        assert path.read_bytes() == before
+        assert (os.listdir(folder), path.read_bytes()) == (["model.safetensors"], before)
     with pytest.raises(ValueError, match="suffix"):
-        fs.save_full_state_dict(model, f"{folder}/model.pt")
+        fs.save_full_state_dict(model, folder / "model.pt")
     with pytest.raises(ValueError, match="dtype"):
         fs.save_full_state_dict(model, path, dtype=torch.int64)
 
 
-def _only_rank_0_sees(folder: str) -> None:
+def _only_rank_0_sees(folder: Path) -> None:
     """The other rank has a folder of its own, as without a shared file system: it cannot load there."""
-    path = f"{folder}/{torch.distributed.get_rank()}/model.safetensors"
+    path = folder / str(torch.distributed.get_rank()) / "model.safetensors"
     fs.save_full_state_dict(_model(1, {}), path)
     assert os.listdir(folder) == ["0"]
     other = _model(2, {})
@@ -141,15 +146,14 @@ def _only_rank_0_sees(folder: str) -> None:
     assert_same(_full(other), before)
 
 
-def _all_refusals(folder: str, cases: dict[str, tuple[type[Exception], str]]) -> None:
-    _refused_loads(folder, cases)
-    os.makedirs(f"{folder}/saves", exist_ok=True)
-    _refused_saves(f"{folder}/saves")
-    _only_rank_0_sees(f"{folder}/apart")
-
-
-def test_what_is_refused_leaves_model_and_file_alone(tmp_path: Path) -> None:
-    run_distributed(_all_refusals, 2, str(tmp_path), _write_bad_files(tmp_path))
+@on_ranks(2)
+def test_what_is_refused_leaves_model_and_file_alone(
+    bad_files: dict[str, tuple[type[Exception], str]], tmp_path: Path
+) -> None:
+    _refused_loads(tmp_path, bad_files)
+    (tmp_path / "saves").mkdir(exist_ok=True)
+    _refused_saves(tmp_path / "saves")
+    _only_rank_0_sees(tmp_path / "apart")
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:

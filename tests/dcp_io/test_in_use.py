@@ -162,29 +162,29 @@ def _prune_aside(root: Path, step: int) -> None:
     fs.save_checkpoint(root, step, model=_model(step), train_state={"step": step}, keep_last=1)
 
 
+def _prune_before(name: str, root: Path, steps: Iterator[int], patch: pytest.MonkeyPatch) -> None:
+    """The next of these steps, while there is one, before each call of a function of loading."""
+    real = getattr(checkpoint, name)
+
+    def pruned_first(*args: Any, **kwargs: Any) -> Any:
+        for step in itertools.islice(steps, 1):
+            _prune_aside(root, step)
+        return real(*args, **kwargs)
+
+    patch.setattr(checkpoint, name, pruned_first)
+
+
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (checkpoint, "open_folder"),
-        (checkpoint, "match_model"),
-        (checkpoint, "read_rank_content"),
-        (checkpoint, "read_tensors"),
-    ],
+    "name",
+    ["open_folder", "match_model", "read_rank_content", "read_tensors"],
     ids=["before it is opened", "before the check", "before its state", "before the tensors"],
 )
 @pytest.mark.parametrize("fallback", [True, False])
 def test_a_step_that_goes_is_no_damage(
-    module: Any, name: str, fallback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, fallback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fs.save_checkpoint(tmp_path, 1, model=_model(1), train_state={"step": 1})
-    real, left = getattr(module, name), [1, 2, 3]
-
-    def pruned_first(*args: Any, **kwargs: Any) -> Any:
-        if left:
-            _prune_aside(tmp_path, left.pop(0) + 1)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, pruned_first)
+    _prune_before(name, tmp_path, iter((2, 3, 4)), monkeypatch)
     model = _model(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -195,13 +195,7 @@ def test_a_step_that_goes_is_no_damage(
 
 def test_a_path_to_one_step_takes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs.save_checkpoint(tmp_path, 1, model=_model(1))
-    real, steps = checkpoint.open_folder, itertools.count(2)
-
-    def pruned_first(*args: Any, **kwargs: Any) -> Any:
-        _prune_aside(tmp_path, next(steps))
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(checkpoint, "open_folder", pruned_first)
+    _prune_before("open_folder", tmp_path, itertools.count(2), monkeypatch)
     with pytest.raises(fs.CheckpointCorruptError, match="step-1"):
         fs.load_checkpoint(tmp_path / "step-1", model=_model(0))
 

@@ -10,9 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.trained import assert_same
 
 optim = pytest.importorskip("torchao.optim")
@@ -86,8 +85,14 @@ def _floats(optimizer: Any) -> list[torch.Tensor]:
         own = _own_of(state["exp_avg"])
         own = own if type(own) is torch.Tensor else own.dequantize()
         if isinstance(parameter, DTensor):
-            like = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-            own = DTensor.from_local(own, parameter.device_mesh, parameter.placements, **like)
+            own = DTensor.from_local(
+                own,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
         found.append(full(own).clone())
     return found
 
@@ -157,8 +162,10 @@ def test_from_one_rank_and_from_replicas(ranks: int, mesh: Any, others: Any, tmp
 
 @pytest.mark.parametrize("name", ["AdamWFp8", "AdamW4bit"])
 def test_other_optimizers_of_torchao(name: str, tmp_path: Path) -> None:
-    floats = run_distributed(_save, 1, str(tmp_path), [(64, 128), (7,)], None, name)[0]
-    assert all(moments.any() for moments in floats)
+    assert all(
+        moments.any()
+        for moments in run_distributed(_save, 1, str(tmp_path), [(64, 128), (7,)], None, name)[0]
+    )
 
 
 def test_what_says_nothing_of_itself_is_refused_when_it_is_saved(tmp_path: Path) -> None:

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.harness.device import device_here, mesh_here
-from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.models import FLOAT32, tiny_model
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.trained import assert_same, everything
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
@@ -91,12 +89,10 @@ def _base() -> Any:
 def _adapted(kind: str, options: dict[str, Any]) -> Any:
     """A model whose adapters have values as after some steps."""
     torch.manual_seed(0)
-    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(_base(), config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape) * 0.05)
+    model = peft.get_peft_model(_base(), getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn(parameter.shape) * 0.05)
     return model
 
 
@@ -108,7 +104,7 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
     for name, (kind, options) in kinds.items():
         model = _adapted(kind, options)
         if is_sharded:
-            fs.shard_model(model.to(device_here()), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+            fs.shard_model(model.to(device_here()), mesh=mesh_here(), mp_policy=FLOAT32)
         logits, modules, state = _logits(model), list(model.modules()), everything(model)
         told[name] = "merged"
         for call in (
@@ -125,8 +121,7 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
             merged = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
             assert float((_logits(merged) - logits).abs().max()) < 1e-4, name
             assert dict(fs.iter_hf_tensors(model, dtype=None)).keys() == merged.state_dict().keys(), name
-        adapter = fs.export_adapter(model, f"{folder}/{name} alone")
-        again = peft.PeftModel.from_pretrained(_base(), adapter)
+        again = peft.PeftModel.from_pretrained(_base(), fs.export_adapter(model, f"{folder}/{name} alone"))
         assert float((_logits(again) - logits).abs().max()) < 1e-5, name
         assert [id(module) for module in model.modules()] == [id(module) for module in modules], name
         assert_same(everything(model), state)

@@ -13,22 +13,22 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import fsdp_sft as fs
 from tests.harness.chat_templates import CHATML, QWEN3, byte_tokenizer
-from tests.harness.device import mesh_here
-from tests.harness.hf_folders import save_tiny
+from tests.harness.hf_folders import loaded, save_tiny
 from tests.harness.models import tiny_model
 from tests.harness.places import script
 from tests.harness.quantised_folders import configure
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, on_ranks
 from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_code
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
+def _config_of(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
 
 
-def _export_with_code(folder: Path, modules: Path, out: Path) -> None:
-    keep_code_in(modules)
+@on_ranks(1)
+def test_code_of_the_checkpoint_comes_along(tmp_path: Path) -> None:
+    folder, out = save_with_code(tmp_path / "model"), tmp_path / "out"
+    keep_code_in(tmp_path / "modules")
     model = plain_with_code(folder)
     fs.check_export(out, model=model)
     fs.export_hf(model, out, dtype=None)
@@ -36,11 +36,6 @@ def _export_with_code(folder: Path, modules: Path, out: Path) -> None:
     read = plain_with_code(out)
     ids = torch.arange(3, 21).view(2, 9)
     assert torch.equal(read(input_ids=ids).logits, model(input_ids=ids).logits)
-
-
-def test_code_of_the_checkpoint_comes_along(tmp_path: Path) -> None:
-    folder = save_with_code(tmp_path / "model")
-    run_distributed(_export_with_code, 1, folder, tmp_path / "modules", tmp_path / "out")
 
 
 def test_an_auto_map_names_nothing_that_is_not_there(tmp_path: Path) -> None:
@@ -51,8 +46,7 @@ def test_an_auto_map_names_nothing_that_is_not_there(tmp_path: Path) -> None:
         "AutoTokenizer": ["tokenization_own.OwnTokenizer", None],
     }
     configure(tmp_path / "model", auto_map=references)
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    out = fs.export_hf(model, tmp_path / "out")
+    out = fs.export_hf(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "out")
     assert _config_of(out)["auto_map"] == {
         "AutoModelForCausalLM": "someone/model--modeling_own.OwnForCausalLM"
     }
@@ -62,9 +56,7 @@ def test_files_of_the_processor_come_along(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "model")
     for name in ("preprocessor_config.json", "processor_config.json", "notes.json"):
         (source / name).write_text(json.dumps({"from": name}))
-    model: Any = fs.build_meta_model(source)
-    fs.load_weights(model, source)
-    out = fs.export_hf(model, tmp_path / "out")
+    out = fs.export_hf(loaded(source), tmp_path / "out")
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (out / name).read_text() == (source / name).read_text()
     assert not (out / "notes.json").exists()
@@ -88,8 +80,7 @@ def test_a_model_of_another_kind_or_from_nowhere_takes_nothing(tmp_path: Path) -
     for number, name in enumerate([str(source), "", "no/such/name", "someone/never-cached"]):
         model = tiny_model("llama")
         model.config.name_or_path = name
-        out = fs.export_hf(model, tmp_path / f"out{number}")
-        assert not (out / "processor_config.json").exists()
+        assert not (fs.export_hf(model, tmp_path / f"out{number}") / "processor_config.json").exists()
 
 
 # --- what programs that know transformers 4 alone find in an export ----------------------------------------
@@ -124,8 +115,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def _tiny(family: str, **fields: Any) -> Any:
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
-    config = transformers.AutoConfig.for_model(family, **sizes, **fields)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **sizes, **fields)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -133,7 +125,7 @@ def test_rotary_embeddings_are_said_in_the_former_fields_too(case: str, tmp_path
     family, rope, fields = CASES[case]
     model = _tiny(family, rope_parameters=rope)
     fs.export_hf(model, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    written = _config_of(tmp_path / "out")
     assert {name: written.get(name) for name in fields} == fields
     again = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert again.rope_parameters == model.config.rope_parameters
@@ -141,8 +133,9 @@ def test_rotary_embeddings_are_said_in_the_former_fields_too(case: str, tmp_path
 
 
 def test_the_number_of_experts_is_said_by_both_names(tmp_path: Path) -> None:
-    fs.export_hf(_tiny("qwen3_moe", num_experts=4, num_experts_per_tok=2), tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    written = _config_of(
+        fs.export_hf(_tiny("qwen3_moe", num_experts=4, num_experts_per_tok=2), tmp_path / "out")
+    )
     assert written["num_experts"] == written["num_local_experts"]
 
 
@@ -161,6 +154,12 @@ def test_the_tokenizer_has_a_class_that_others_know(tmp_path: Path) -> None:
 
 # --- a base model that was taught to chat stops and is asked as it was trained, once it is read back -------
 
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return byte_tokenizer("chatml")
+
+
 OLD = 2  # the model's own end, of documents
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -173,8 +172,11 @@ def _model(**generation: Any) -> Any:
 
 def _trained_end(tokenizer: Any, template: str) -> int:
     """The last trained id of an answer, as the collator trains it."""
-    chat = fs.encode_chat({"messages": CHAT}, tokenizer, chat_template=template)
-    return [label for label in chat.labels if label != -100][-1]
+    return [
+        label
+        for label in fs.encode_chat({"messages": CHAT}, tokenizer, chat_template=template).labels
+        if label != -100
+    ][-1]
 
 
 @pytest.mark.parametrize(
@@ -187,13 +189,14 @@ def _trained_end(tokenizer: Any, template: str) -> int:
     ],
     ids=["none", "one", "several", "by its name"],
 )
-def test_a_template_of_the_collator_is_exported(own: Any, given: str, template: str, tmp_path: Path) -> None:
-    model, tokenizer = _model(), byte_tokenizer("chatml")
+def test_a_template_of_the_collator_is_exported(
+    own: Any, given: str, template: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    model = _model()
     tokenizer.chat_template = own
     before, generation = copy.deepcopy(own), model.generation_config.to_dict()
     fs.export_hf(model, tmp_path / "out", tokenizer=tokenizer, chat_template=given)
-    assert tokenizer.chat_template == before
-    assert model.generation_config.to_dict() == generation
+    assert (tokenizer.chat_template, model.generation_config.to_dict()) == (before, generation)
     read = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert read.get_chat_template() == template
     if isinstance(own, dict):
@@ -213,8 +216,9 @@ def test_a_template_of_the_collator_is_exported(own: Any, given: str, template: 
         ([5, "end"], [5, "end"]),
     ],
 )
-def test_the_trained_end_joins_those_that_are_there(known: Any, expected: Any, tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer("chatml")
+def test_the_trained_end_joins_those_that_are_there(
+    known: Any, expected: Any, tokenizer: Any, tmp_path: Path
+) -> None:
     end = _trained_end(tokenizer, CHATML)
 
     def ids(value: Any) -> Any:
@@ -232,8 +236,8 @@ def test_a_generation_config_that_contradicts_itself_is_kept(tmp_path: Path) -> 
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.9
 
 
-def test_a_model_without_a_generation_config_gets_one(tmp_path: Path) -> None:
-    model, tokenizer = _model(), byte_tokenizer("chatml")
+def test_a_model_without_a_generation_config_gets_one(tokenizer: Any, tmp_path: Path) -> None:
+    model = _model()
     model.generation_config = None
     fs.export_hf(model, tmp_path / "out", tokenizer=tokenizer)
     stops = GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
@@ -241,8 +245,7 @@ def test_a_model_without_a_generation_config_gets_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}", "{% broken"])
-def test_what_is_no_chat_is_exported_as_it_is(template: str | None, tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer("chatml")
+def test_what_is_no_chat_is_exported_as_it_is(template: str | None, tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = template
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -252,8 +255,7 @@ def test_what_is_no_chat_is_exported_as_it_is(template: str | None, tmp_path: Pa
     assert ("end of an answer" in "".join(str(w.message) for w in caught)) == (template is not None)
 
 
-def test_a_template_that_was_forgotten_is_warned_about(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer("chatml")
+def test_a_template_that_was_forgotten_is_warned_about(tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.chat_template = None
     fs.encode_chat({"messages": CHAT}, tokenizer, chat_template=CHATML)
     with pytest.warns(UserWarning, match="pass chat_template="):
@@ -265,28 +267,23 @@ class _WithoutTemplates:
         (folder / "tekken.json").write_text("{}")
 
 
-@pytest.mark.parametrize("tokenizer", [None, _WithoutTemplates()])
-def test_a_template_that_no_tokenizer_saves(tokenizer: Any, tmp_path: Path) -> None:
-    fs.export_hf(_model(), tmp_path / "out", tokenizer=tokenizer, chat_template=CHATML)
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
-    assert (tmp_path / "out" / "tekken.json").exists() == (tokenizer is not None)
+@pytest.mark.parametrize("other", [None, _WithoutTemplates()])
+def test_a_template_that_no_tokenizer_saves(other: Any, tmp_path: Path) -> None:
+    out = fs.export_hf(_model(), tmp_path / "out", tokenizer=other, chat_template=CHATML)
+    assert (out / "chat_template.jinja").read_text() == CHATML
+    assert (out / "tekken.json").exists() == (other is not None)
 
 
-def _export_adapters(folder: str) -> None:
-    import peft
-
-    tokenizer = byte_tokenizer("chatml")
-    tokenizer.chat_template = None
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = fs.shard_model(fs.add_adapters(_model(), config), mesh=mesh_here())
-    for name, export in (("merged", fs.export_hf), ("adapter", fs.export_adapter)):
-        export(model, f"{folder}/{name}", tokenizer=tokenizer, chat_template=CHATML)
-        torch.distributed.barrier()
-        assert AutoTokenizer.from_pretrained(f"{folder}/{name}").get_chat_template() == CHATML
-        stops = GenerationConfig.from_pretrained(f"{folder}/{name}").eos_token_id
-        assert stops == [_trained_end(tokenizer, CHATML), OLD]
-
-
+@on_ranks(2)
 def test_adapters_on_two_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run_distributed(_export_adapters, 2, str(tmp_path))
+    peft, tokenizer = pytest.importorskip("peft"), byte_tokenizer("chatml")
+    tokenizer.chat_template = None
+    model = fs.shard_model(
+        fs.add_adapters(_model(), peft.LoraConfig(r=2, target_modules=["q_proj"])), mesh=mesh_here()
+    )
+    for name, export in (("merged", fs.export_hf), ("adapter", fs.export_adapter)):
+        export(model, tmp_path / name, tokenizer=tokenizer, chat_template=CHATML)
+        torch.distributed.barrier()
+        assert AutoTokenizer.from_pretrained(tmp_path / name).get_chat_template() == CHATML
+        stops = GenerationConfig.from_pretrained(tmp_path / name).eos_token_id
+        assert stops == [_trained_end(tokenizer, CHATML), OLD]

@@ -2,25 +2,26 @@
 
 import json
 import os
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import gather
 from fsdp_sft.export import hf, target
 from tests.harness.architectures import tiny_architecture
 from tests.harness.composed import composed
-from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny, tensors_of
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import FLOAT32, full, ragged_batches, tiny_model
 from tests.harness.quantised_folders import mxfp4_folder
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same
 
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "mixtral", "gpt2", "gemma3", "t5", "bert"]
@@ -29,8 +30,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def _json(path: Path) -> Any:
-    raw = json.loads(path.read_text())
-    return {key: value for key, value in raw.items() if key != "transformers_version"}
+    return {
+        key: value for key, value in json.loads(path.read_text()).items() if key != "transformers_version"
+    }
 
 
 # What transformers 4 reads, beside what `save_pretrained` writes: tests/export/test_carried.py.
@@ -54,40 +56,35 @@ def _assert_same_folder(actual: Path, expected: Path) -> None:
     assert_same(tensors_of(actual), tensors_of(expected))
 
 
-def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None, families: list[str]) -> None:
-    import transformers as tf
-
+@pytest.mark.parametrize(
+    ("ranks", "mesh_shape", "families"),
+    [(2, {}, FAMILIES), (1, None, ["qwen2-tied", "mixtral"]), (4, HSDP, ["qwen2-tied", "mixtral"])],
+    ids=["2", "1", "4"],
+)
+@on_ranks()
+def test_the_folder_is_what_save_pretrained_writes(
+    ranks: int, mesh_shape: dict[str, int] | None, families: list[str], tmp_path: Path
+) -> None:
     rank = torch.distributed.get_rank()
     for family in families:
         for dtype, size in ((torch.float32, 20_000), (torch.bfloat16, "5GB")):
-            name = f"{folder}/{family}-{dtype}"
+            name = f"{tmp_path}/{family}-{dtype}"
             plain = tiny_model(family, seed=3).to(dtype)
             if rank == 0:
                 plain.save_pretrained(f"{name}-expected", max_shard_size=size)
             model = tiny_model(family, seed=3).to(device_here())
             if mesh_shape is not None:
-                mesh = mesh_here(**mesh_shape)
-                fs.shard_model(model, mesh=mesh)
+                fs.shard_model(model, mesh=mesh_here(**mesh_shape))
             rng, config = torch.get_rng_state(), model.config.to_dict()
             out = fs.export_hf(model, f"{name}-actual", dtype=dtype, max_shard_size=size)
             assert torch.equal(torch.get_rng_state(), rng)
             assert model.config.to_dict() == config
             if rank == 0:
-                assert os.listdir(folder).count(f".tmp-{out.name}") == 0
+                assert os.listdir(tmp_path).count(f".tmp-{out.name}") == 0
                 _assert_same_folder(out, Path(f"{name}-expected"))
-                loaded = type(plain).from_pretrained(out, dtype=dtype)
-                assert_same(loaded.state_dict(), plain.state_dict())
+                assert_same(type(plain).from_pretrained(out, dtype=dtype).state_dict(), plain.state_dict())
                 if family == "llama":
                     assert type(tf.AutoModelForCausalLM.from_pretrained(out)) is type(plain)
-
-
-def test_the_folder_is_what_save_pretrained_writes(tmp_path: Path) -> None:
-    run_distributed(_export_like_save_pretrained, 2, str(tmp_path), {}, FAMILIES)
-
-
-@pytest.mark.parametrize(("ranks", "mesh_shape"), [(1, None), (4, HSDP)])
-def test_at_other_numbers_of_ranks(ranks: int, mesh_shape: Any, tmp_path: Path) -> None:
-    run_distributed(_export_like_save_pretrained, ranks, str(tmp_path), mesh_shape, ["qwen2-tied", "mixtral"])
 
 
 @on_ranks(2)
@@ -111,14 +108,13 @@ def test_other_tensors(tmp_path: Path) -> None:
         dtypes = {"input_layernorm": torch.float32, "mlp.up_proj": torch.bfloat16}
         assert {name: found[f"model.layers.0.{name}.weight"].dtype for name in dtypes} == dtypes
         assert {t.dtype for t in tensors_of(Path(tmp_path, "own")).values()} >= {torch.float32, torch.int64}
-        assert json.loads(Path(tmp_path, "own", "config.json").read_text())["dtype"] == "float32"
-        assert json.loads(Path(tmp_path, "out", "config.json").read_text())["dtype"] == "bfloat16"
+        said = [_json(tmp_path / name / "config.json")["dtype"] for name in ("own", "out")]
+        assert said == ["float32", "bfloat16"]
 
 
 @on_ranks(2)
 def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    rank = torch.distributed.get_rank()
-    model = tiny_model("qwen2-tied", seed=3)
+    rank, model = torch.distributed.get_rank(), tiny_model("qwen2-tied", seed=3)
     fs.shard_model(model, mesh=mesh_here())
     if rank == 0:
         os.makedirs(f"{tmp_path}/empty")
@@ -129,13 +125,12 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     def full_disk(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    places: list[tuple[int, Any, str]] = [
+    for failing, module, name in (
         (1, gather, "values_of"),
         (0, hf, "write_early"),
         (0, target, "publish"),
         (0, hf, "create"),
-    ]
-    for failing, module, name in places:
+    ):
         with pytest.MonkeyPatch.context() as patch:
             if rank == failing:
                 patch.setattr(module, name, full_disk)
@@ -156,8 +151,6 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_the_config_is_that_of_the_weights(tmp_path: Path) -> None:
     """What checkpointing turned off is on in the config, and it says whether the weights are tied."""
-    import transformers as tf
-
     model = tiny_model("qwen2-tied")
     fs.apply_sac(model, "1/2")
     fs.shard_model(model, mesh=mesh_here())
@@ -200,27 +193,25 @@ def test_a_class_of_its_own_kind(name: str, tmp_path: Path) -> None:
     assert difference(model, plain(tmp_path / "out", dtype=torch.bfloat16)) == []
 
 
-def _shared_head(model: Any) -> None:
-    model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def _shared_projection(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-
-
-def _shared_block(model: Any) -> None:
-    model.model.layers[1].mlp = model.model.layers[0].mlp
-
-
-@pytest.mark.parametrize("share", [_shared_head, _shared_projection, _shared_block])
-def test_what_is_shared_without_a_word_in_the_config_is_written_for_each(share: Any, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
+@pytest.mark.parametrize(
+    ("module", "name", "other"),
+    [
+        ("lm_head", "weight", "model.embed_tokens.weight"),
+        ("model.layers.1.mlp.up_proj", "weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.layers.1", "mlp", "model.layers.0.mlp"),
+    ],
+    ids=["head", "projection", "block"],
+)
+def test_what_is_shared_without_a_word_in_the_config_is_written_for_each(
+    module: str, name: str, other: str, tmp_path: Path
+) -> None:
     model = tiny_model("llama").eval()
-    share(model)
+    setattr(model.get_submodule(module), name, attrgetter(other)(model))
     ids = torch.arange(3, 11).view(2, 4)
     expected = model(input_ids=ids).logits
-    again = AutoModelForCausalLM.from_pretrained(fs.export_hf(model, tmp_path / "out", dtype=torch.float32))
+    again = tf.AutoModelForCausalLM.from_pretrained(
+        fs.export_hf(model, tmp_path / "out", dtype=torch.float32)
+    )
     assert torch.equal(again.eval()(input_ids=ids).logits, expected)
 
 
@@ -262,8 +253,12 @@ def test_they_are_those_of_an_export(ranks: int, tmp_path: Path) -> None:
 
 
 def _check_shared(folder: Path, options: dict[str, Any]) -> None:
-    mesh = mesh_here(**options.pop("mesh", {}))
-    model: Any = composed(folder / "base", mesh=mesh, mp_policy=MixedPrecisionPolicy(), **options)
+    model: Any = composed(
+        folder / "base",
+        mesh=mesh_here(**options.pop("mesh", {})),
+        mp_policy=FLOAT32,
+        **options,
+    )
     assert _others(model, folder / "out") == []
 
 
@@ -276,8 +271,12 @@ def test_on_other_meshes(how: str, tmp_path: Path) -> None:
 def _check_adapters(folder: Path) -> None:
     from peft import LoraConfig
 
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=experts, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=2,
+        target_modules=["o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        task_type="CAUSAL_LM",
+    )
     model: Any = fs.load_pretrained(
         folder / "base", mesh=mesh_here(), peft_config=lora, frozen_dtype="stored"
     )

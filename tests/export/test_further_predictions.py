@@ -11,11 +11,10 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
-from tests.harness.hf_folders import plain, rewrite, tensors_of
+from tests.harness.hf_folders import loaded, plain, rewrite, tensors_of
 from tests.harness.models import ragged_batches
 from tests.harness.quantised_folders import configure, quantise
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 LATENT = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "q_lora_rank": 16, "kv_lora_rank": 16,
@@ -34,14 +33,19 @@ NUMBERS = {"deepseek": "num_nextn_predict_layers", "qwen": "mtp_num_hidden_layer
 KINDS = pytest.mark.parametrize("kind", list(NUMBERS))
 
 
-def _write(folder: Path, kind: str) -> None:
+@pytest.fixture
+def base(kind: str, tmp_path: Path) -> Path:
     """A base in bfloat16 with one such layer: the third of DeepSeek's, and ``mtp.`` of Qwen's."""
+    folder = tmp_path / "base"
     torch.manual_seed(0)
     if kind == "deepseek":
-        config: Any = tf.DeepseekV3Config(**LATENT, num_hidden_layers=3)
-        tf.DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
-        names = ["enorm", "hnorm", "shared_head.norm"]
-        own = {f"model.layers.2.{name}.weight": torch.rand(32).bfloat16() for name in names}
+        tf.DeepseekV3ForCausalLM(
+            tf.DeepseekV3Config(**LATENT, num_hidden_layers=3)
+        ).bfloat16().save_pretrained(folder)
+        own = {
+            f"model.layers.2.{name}.weight": torch.rand(32).bfloat16()
+            for name in ["enorm", "hnorm", "shared_head.norm"]
+        }
         own["model.layers.2.eh_proj.weight"] = torch.randn(32, 64).bfloat16()
         own["model.layers.2.embed_tokens.weight"] = torch.randn(101, 32).bfloat16()
         own["model.layers.2.shared_head.head.weight"] = torch.randn(101, 32).bfloat16()
@@ -51,6 +55,7 @@ def _write(folder: Path, kind: str) -> None:
         own["mtp.layers.0.self_attn.q_proj.weight"] = torch.randn(64, 32).bfloat16()
     rewrite(folder, tensors_of(folder) | own, files=3)
     configure(folder, num_hidden_layers=2, **{NUMBERS[kind]: 1})
+    return folder
 
 
 def _further(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,53 +81,48 @@ def _train_and_export(root: Path, new_vocab_size: int | None) -> list[str]:
         warnings.simplefilter("always")
         _pass_over_the_third(patch)
         model = fs.load_pretrained(root / "base", mesh=mesh_here(), new_vocab_size=new_vocab_size)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        fs.train_step(model, ragged_batches(2), optimizer)
+        fs.train_step(model, ragged_batches(2), torch.optim.AdamW(model.parameters(), lr=1e-2))
         fs.export_hf(model, root / "out")
     return [str(one.message) for one in warned]
 
 
 def _export(root: Path) -> Path:
-    model: Any = fs.build_meta_model(root / "base")
-    fs.load_weights(model, root / "base")
-    return fs.export_hf(model, root / "out")
+    return fs.export_hf(loaded(root / "base"), root / "out")
 
 
 @KINDS
-def test_a_trained_model_keeps_them_byte_for_byte(kind: str, tmp_path: Path) -> None:
-    _write(tmp_path / "base", kind)
+def test_a_trained_model_keeps_them_byte_for_byte(kind: str, base: Path, tmp_path: Path) -> None:
     run_distributed(_train_and_export, 2, tmp_path, None)
-    base, out = _further(tmp_path / "base"), _further(tmp_path / "out")
-    assert base.keys() == out.keys() != set()
-    for name, tensor in base.items():
+    own, out = _further(base), _further(tmp_path / "out")
+    assert own.keys() == out.keys() != set()
+    for name, tensor in own.items():
         assert out[name].dtype == tensor.dtype
         assert torch.equal(out[name].view(torch.uint8), tensor.view(torch.uint8)), name
     assert _number(tmp_path / "out", kind) == 1
-    trained, before = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "base")
-    assert not torch.equal(trained["lm_head.weight"], before["lm_head.weight"])
-    kind_of = type(plain(tmp_path / "out"))
-    _, told = kind_of.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not torch.equal(*(tensors_of(at)["lm_head.weight"] for at in (tmp_path / "out", base)))
+    _, told = type(plain(tmp_path / "out")).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert (told["missing_keys"], told["unexpected_keys"]) == (set(), set())
 
 
 @KINDS
+@pytest.mark.usefixtures("base")
 def test_a_changed_vocabulary(kind: str, tmp_path: Path) -> None:
     """DeepSeek's have an embedding of their own, of as many rows as the base's."""
-    _write(tmp_path / "base", kind)
     said = run_distributed(_train_and_export, 2, tmp_path, 128)[0]
-    is_left_out = any("(MTP) are left out of the export: the model has another vocab_size" in s for s in said)
-    assert is_left_out == (kind == "deepseek")
-    assert bool(_further(tmp_path / "out")) == (kind == "qwen")
-    assert _number(tmp_path / "out", kind) == (0 if kind == "deepseek" else 1)
+    assert any("(MTP) are left out of the export: the model has another vocab_size" in s for s in said) == (
+        kind == "deepseek"
+    )
+    assert (bool(_further(tmp_path / "out")), _number(tmp_path / "out", kind)) == (
+        (False, 0) if kind == "deepseek" else (True, 1)
+    )
 
 
 @KINDS
-def test_a_changed_depth(kind: str, tmp_path: Path) -> None:
+def test_a_changed_depth(kind: str, base: Path, tmp_path: Path) -> None:
     """Of a model with fewer layers the base's further ones are not for further tokens."""
-    _write(tmp_path / "base", kind)
     fewer = {"layer_types": ["linear_attention"]} if kind == "qwen" else {}
-    model: Any = fs.build_meta_model(tmp_path / "base", num_hidden_layers=1, **fewer)
-    fs.load_weights(model, tmp_path / "base", unexpected="ignore")
+    model: Any = fs.build_meta_model(base, num_hidden_layers=1, **fewer)
+    fs.load_weights(model, base, unexpected="ignore")
     with pytest.warns(UserWarning, match=r"left out of the export: the model has another num_hidden_layers"):
         fs.export_hf(model, tmp_path / "out")
     assert not [name for name in tensors_of(tmp_path / "out") if "layers.1." in name or "mtp" in name]
@@ -130,11 +130,9 @@ def test_a_changed_depth(kind: str, tmp_path: Path) -> None:
 
 
 @KINDS
-def test_a_base_that_is_gone(kind: str, tmp_path: Path) -> None:
-    _write(tmp_path / "base", kind)
-    model: Any = fs.build_meta_model(tmp_path / "base")
-    fs.load_weights(model, tmp_path / "base")
-    shutil.rmtree(tmp_path / "base")
+def test_a_base_that_is_gone(kind: str, base: Path, tmp_path: Path) -> None:
+    model = loaded(base)
+    shutil.rmtree(base)
     with pytest.warns(UserWarning, match=r"left out of the export: the files of its base are not at hand"):
         fs.export_hf(model, tmp_path / "out")
     assert _number(tmp_path / "out", kind) == 0
@@ -145,14 +143,13 @@ def test_a_base_without_any(tmp_path: Path) -> None:
     tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**LATENT, num_hidden_layers=2)).save_pretrained(
         tmp_path / "base"
     )
-    assert _number(tmp_path / "base", "deepseek") == 1
-    assert _number(_export(tmp_path), "deepseek") == 0
+    assert (_number(tmp_path / "base", "deepseek"), _number(_export(tmp_path), "deepseek")) == (1, 0)
 
 
-def test_of_a_quantised_base_their_values(tmp_path: Path) -> None:
-    _write(tmp_path / "base", "deepseek")
+@pytest.mark.parametrize("kind", ["deepseek"])
+def test_of_a_quantised_base_their_values(base: Path, tmp_path: Path) -> None:
     (tmp_path / "values").mkdir()
-    quantise(tmp_path / "base", tmp_path / "values")
-    base, out = _further(tmp_path / "values"), _further(_export(tmp_path))
-    assert base.keys() == out.keys()
-    assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in base.items())
+    quantise(base, tmp_path / "values")
+    values, out = _further(tmp_path / "values"), _further(_export(tmp_path))
+    assert values.keys() == out.keys()
+    assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in values.items())

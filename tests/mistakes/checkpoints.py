@@ -43,14 +43,14 @@ MISTAKES = [
         "export/plan.py",
         ' if unread else ""',
         ' if False else ""',
-        ("tests/export/test_readback.py",),
+        ("tests/export/test_target.py",),
     ),
     Mistake(
         "an export of a dequantised model quantises it again",
         "_compat/conversions.py",
         "    if conversions is not None and is_dequantised(source):\n",
         "    if False:\n",
-        ("tests/export/test_readback.py",),
+        ("tests/export/test_target.py",),
     ),
     Mistake(
         "an export begins without room on the disk",
@@ -64,7 +64,7 @@ MISTAKES = [
         "_model/twin.py",
         '        if config is None or not getattr(module, "is_quantized", False):',
         "        if True:",
-        ("tests/export/test_readback.py",),
+        ("tests/export/test_target.py",),
     ),
     Mistake(
         "old steps deleted unasked",

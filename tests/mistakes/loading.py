@@ -169,6 +169,6 @@ MISTAKES: list[Mistake] = [
         "weights/provenance.py",
         "    if dtype not in (None, tensor.dtype) and (",
         "    if dtype is None and (",
-        ("tests/weights/test_edges.py::test_code_that_is_not_traced_says_so",),
+        ("tests/weights/test_odd_folders.py::test_code_that_is_not_traced_says_so",),
     ),
 ]

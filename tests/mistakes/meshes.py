@@ -117,14 +117,14 @@ MISTAKES: list[Mistake] = [
         "shard/units.py",
         "if dim and size % num_shards == 0), 0)",
         "if dim and size >= num_shards), 0)",
-        ("tests/tensors/test_placement.py",),
+        ("tests/tensors/test_sharding.py",),
     ),
     Mistake(
         "another dimension on the smaller mesh of reshard_after_forward",
         "shard/units.py",
         "first_only = type(reshard) is int",
         "first_only = False",
-        ("tests/tensors/test_placement.py",),
+        ("tests/tensors/test_sharding.py",),
     ),
     Mistake(
         "copies of parameters cut elsewhere left out of the plan",

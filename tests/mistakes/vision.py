@@ -78,7 +78,7 @@ MISTAKES: list[Mistake] = [
         "_model/twin.py",
         "    if record.config is None:\n",
         "    if record.config != fields:\n",
-        ("tests/export/test_readback.py",),
+        ("tests/export/test_target.py",),
     ),
     Mistake(
         "adapters of parameters are drawn with those of layers",

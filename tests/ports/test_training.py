@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,13 +23,15 @@ from transformers import (
 import fsdp_sft as fs
 from tests import plain
 from tests.harness.places import EXAMPLES, script
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 
 # --- loops of prime-rl and verl in torch alone: losses and schedules ---------------------------------------
 
 # Only which rows a step has is taken from the port. The oracle gets them without packing, padding or nesting,
 # each row in a forward of its own, and scales, clips and schedules as the original does.
-NUM_ROWS, STEPS, SAVED = 40, 10, 6  # the checkpoint is in the middle of the second of two epochs
+STEPS, SAVED = 10, 6  # the checkpoint is in the middle of the second of two epochs
+
+TURNS = [(f"What is {i} and {i}?", f"It is {2 * i}" + " indeed" * (i % 5)) for i in range(40)]
 
 
 class Row(NamedTuple):
@@ -60,8 +63,10 @@ def of_pack(batch: Any) -> Batch:
 
 
 def of_nested(batch: Any) -> Batch:
-    pairs = zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True)
-    return [Row(tuple(ids.tolist()), tuple(mask.nonzero()[:, 0].tolist())) for ids, mask in pairs]
+    return [
+        Row(tuple(ids.tolist()), tuple(mask.nonzero()[:, 0].tolist()))
+        for ids, mask in zip(batch["input_ids"].unbind(), batch["loss_mask"].unbind(), strict=True)
+    ]
 
 
 # The originals' losses: each yields what a micro-batch's backward is called on and what it adds to the log
@@ -107,17 +112,6 @@ def all_rows(window: Window) -> list[Row]:
     return [row for batch in batches_of(window) for row in batch]
 
 
-# The originals' schedules
-
-
-def warmup(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1e-8, total_iters=3)
-
-
-def cosine(optimizer: Any) -> Any:
-    return get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
-
-
 # --- a port beside its original ----------------------------------------------------------------------------
 
 
@@ -138,7 +132,7 @@ PRIME_RL = Port(
     f"--val-interval {STEPS}",
     of_pack,
     prime_rl,
-    warmup,
+    partial(torch.optim.lr_scheduler.LinearLR, start_factor=1e-8, total_iters=3),
     "val_loss",
 )
 VERL = Port(
@@ -147,7 +141,7 @@ VERL = Port(
     f"--lr-warmup-steps-ratio 0.2 --save-freq {SAVED}",
     of_nested,
     verl,
-    cosine,
+    partial(get_cosine_schedule_with_warmup, num_warmup_steps=2, num_training_steps=STEPS),
     "val/loss",
 )
 
@@ -156,11 +150,10 @@ VERL = Port(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model and chats."""
     folder = tmp_path_factory.mktemp("ports")
-    rows = [(f"What is {i} and {i}?", f"It is {2 * i}" + " indeed" * (i % 5)) for i in range(NUM_ROWS)]
-    script("tiny_model", EXAMPLES).make_tiny_model(folder / "model", [text for row in rows for text in row])
+    script("tiny_model", EXAMPLES).make_tiny_model(folder / "model", [text for row in TURNS for text in row])
     chats = [
         {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
-        for ask, answer in rows
+        for ask, answer in TURNS
     ]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     return folder
@@ -223,7 +216,7 @@ def test_a_port_trains_resumes_on_fewer_ranks_and_exports_as_the_original(
     _check_rows(folder, windows)
     _check_export(out, model)
     logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    (*_, evaluated) = (line[port.evaluation] for line in logged if port.evaluation in line)
+    evaluated = [line[port.evaluation] for line in logged if port.evaluation in line][-1]
     rows = list(dict.fromkeys(row for window in windows for row in all_rows(window)))
     with torch.no_grad():
         ((_, loss),) = port.original(model.eval(), [[rows]])  # of all rows in one batch
@@ -257,8 +250,9 @@ def _check_rows(folder: Path, windows: list[Window]) -> None:
 
 def _check_export(out: Path, model: nn.Module) -> None:
     """An export, read back, is the oracle's model in bfloat16 but for what the last bits of float32 do."""
-    path = next(out.glob("*/config.json")).parent
-    exported = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(
+        next(out.glob("*/config.json")).parent, dtype=torch.float32
+    )
     for (name, ours), theirs in zip(exported.named_parameters(), model.parameters(), strict=True):
         assert ours.shape == theirs.shape, name
         assert torch.dist(ours, theirs) < 3e-3 * theirs.norm(), name
@@ -269,18 +263,18 @@ def _check_export(out: Path, model: nn.Module) -> None:
 PORTS = EXAMPLES / "ports"
 
 
-def _written(folder: Path) -> Path:
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
     """A tiny model, chats, and texts that make 16 blocks of 16 tokens to train on and 5 to evaluate."""
-    turns = [(f"What is {i} and {i}?", f"It is {2 * i}" + " indeed" * (i % 5)) for i in range(8)]
-    texts = [text for turn in turns for text in turn]
-    script("tiny_model", EXAMPLES).make_tiny_model(folder / "model", texts)
-    port, tokenizer = script("run_clm_no_trainer", PORTS), AutoTokenizer.from_pretrained(folder / "model")
+    texts = [text for turn in TURNS[:8] for text in turn]
+    script("tiny_model", EXAMPLES).make_tiny_model(tmp_path / "model", texts)
+    port, tokenizer = script("run_clm_no_trainer", PORTS), AutoTokenizer.from_pretrained(tmp_path / "model")
     for name, number in (("train", 16), ("validation", 5)):
         lines = texts * 8
         while len(port.group_texts(lines, tokenizer, 16)) > number:
             lines.pop()
-        (folder / f"{name}.txt").write_text("\n".join(lines))
-    return folder
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    return tmp_path
 
 
 WORDS = (
@@ -315,28 +309,25 @@ def _original(folder: Path, rows: list[Any]) -> tuple[Any, list[tuple[float, flo
     return model.eval(), steps
 
 
-def _clm(folder: Path, out: Path) -> None:
-    port = script("run_clm_no_trainer", PORTS)
-    files = ["--train-file", str(folder / "train.txt"), "--validation-file", str(folder / "validation.txt")]
-    words = ["--model", str(folder / "model"), *files, "--output-dir", str(out), *WORDS.split()]
-    args = port.parse_arguments(words)
+@on_ranks(1)
+def test_run_clm_trains_as_the_original(written: Path, tmp_path: Path) -> None:
+    port, out = script("run_clm_no_trainer", PORTS), tmp_path / "out"
+    files = ["--train-file", str(written / "train.txt"), "--validation-file", str(written / "validation.txt")]
+    args = port.parse_arguments(
+        ["--model", str(written / "model"), *files, "--output-dir", str(out), *WORDS.split()]
+    )
     results = port.train(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows, held_out = (
         port.group_texts(path.read_text().splitlines(), tokenizer, 16)
         for path in (args.train_file, args.validation_file)
     )
-    model, expected = _original(folder, rows)
-    assert len(expected) == 8
-    assert [(result.loss, result.grad_norm) for result in results] == expected
+    model, expected = _original(written, rows)
+    assert (len(expected), [(result.loss, result.grad_norm) for result in results]) == (8, expected)
     # So is the original's evaluation, a mean over rows.
     with torch.no_grad():
         means = [float(model(**default_data_collator([row])).loss) for row in held_out]
     logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    (*_, evaluated) = (line["eval_loss"] for line in logged if "eval_loss" in line)
+    evaluated = [line["eval_loss"] for line in logged if "eval_loss" in line][-1]
     assert evaluated == pytest.approx(sum(means) / len(means), rel=1e-5)
     assert (out / "export" / "model.safetensors").exists()
-
-
-def test_run_clm_trains_as_the_original(tmp_path: Path) -> None:
-    run_distributed(_clm, 1, _written(tmp_path), tmp_path / "out")

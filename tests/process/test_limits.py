@@ -21,7 +21,7 @@ from fsdp_sft._tensors import disk, reader, stored
 from fsdp_sft.collate import collator, encoded
 from fsdp_sft.dcp_io import folder
 from tests.harness.models import tiny_model
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import make_model
 
 
@@ -62,11 +62,17 @@ def test_the_soft_limit_is_raised() -> None:
     assert _soft() == before
 
 
-def _load_without_descriptors(root: str) -> None:
+def _save_one(root: Path) -> None:
+    fs.save_checkpoint(root, 3, model=make_model(0, {}, wrap=False))
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_not_damaged_because_no_file_can_be_opened(tmp_path: Path) -> None:
+    _save_one(tmp_path)
     model = make_model(1, {}, wrap=False)
-    saved = fs.load_checkpoint(root, model=model).step
+    saved = fs.load_checkpoint(tmp_path, model=model).step
     before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
-    for place in (root, f"{root}/step-3"):
+    for place in (tmp_path, tmp_path / "step-3"):
         with (
             _no_descriptor_left(),
             pytest.raises(OSError, match=r"(?i)too many open files") as no,
@@ -75,16 +81,7 @@ def _load_without_descriptors(root: str) -> None:
         assert no.value.errno == errno.EMFILE
         assert not isinstance(no.value, fs.CheckpointCorruptError)
     assert all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
-    assert fs.load_checkpoint(root, model=model).step == saved == 3
-
-
-def _save_one(root: str) -> None:
-    fs.save_checkpoint(root, 3, model=make_model(0, {}, wrap=False))
-
-
-def test_a_checkpoint_is_not_damaged_because_no_file_can_be_opened(tmp_path: Path) -> None:
-    run_distributed(_save_one, 2, str(tmp_path))
-    run_distributed(_load_without_descriptors, 2, str(tmp_path))
+    assert fs.load_checkpoint(tmp_path, model=model).step == saved == 3
 
 
 def _refusing(path: Any, *_: Any, **__: Any) -> Any:
@@ -129,7 +126,7 @@ def test_a_save_stands_where_older_steps_must_not_be_read(
 def test_few_files_of_a_checkpoint_are_open_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_distributed(_save_one, 6, str(tmp_path))
+    run_distributed(_save_one, 6, tmp_path)
     opened: list[int] = []
     descriptor = reader._Reader._descriptor
 
@@ -148,12 +145,11 @@ def test_few_files_of_a_checkpoint_are_open_at_a_time(
 
 
 def test_gloo_without_descriptors_is_no_lost_rank() -> None:
-    error = RuntimeError("[pair.cc:1] socket: Too many open files")
     with (
         pytest.raises(OSError, match=r"connecting to another rank \(.*\): this process may have"),
         agree.answered(),
     ):
-        raise error
+        raise RuntimeError("[pair.cc:1] socket: Too many open files")
     with pytest.raises(fs.LostRankError), agree.answered():
         raise RuntimeError("Connection closed by peer")
 
@@ -169,9 +165,8 @@ def test_processes_are_told_apart() -> None:
     # Two hosts of one name whose process namespaces have one number, as nearly all hosts have.
     boot, _, namespace = machine.partition(" ")
     assert namespace.startswith("pid:")
-    assert process_state(2**22 + 1, born, f"{boot[::-1]} {namespace}") == ""
-    assert process_state(pid, born, f"{boot} pid:[1]") == ""
-    assert process_state(pid, "", "") == ""
+    others = ((2**22 + 1, born, f"{boot[::-1]} {namespace}"), (pid, born, f"{boot} pid:[1]"), (pid, "", ""))
+    assert [process_state(*other) for other in others] == ["", "", ""]
 
 
 def test_the_end_of_a_process_shows() -> None:

@@ -15,11 +15,10 @@ import fsdp_sft as fs
 from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.chats import TOKENIZERS, chat
 from tests.harness.composed import composed
-from tests.harness.device import mesh_here
 from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
 from tests.harness.models import ragged_batches, tiny_config, tiny_model
 from tests.harness.packs import drawn_rows
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 from tests.simulated.ranks import run_simulated
 
 # These set or take from generators by contract.
@@ -48,8 +47,7 @@ def _states() -> dict[str, Any]:
 
 def _base(folder: Path) -> Path:
     """A checkpoint that lacks a key, so that loading initialises it, of a model with dropout."""
-    save_tiny(folder, "llama", attention_dropout=0.1)
-    tensors = tensors_of(folder)
+    tensors = tensors_of(save_tiny(folder, "llama", attention_dropout=0.1))
     del tensors["model.layers.1.mlp.up_proj.weight"]
     rewrite(folder, tensors)
     return folder
@@ -73,12 +71,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         kept[name] = value
         return value
 
-    def adapted() -> Any:
-        import peft
-
-        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        return fs.add_adapters(fs.build_meta_model(base, new_vocab_size=120), lora)
-
     def load(**options: Any) -> Any:
         return composed(base, mesh=kept["mesh"], missing="initialise", **options)
 
@@ -88,12 +80,9 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
 
     def streamed() -> Any:
         collate = fs.SFTCollator(tokenizer, max_length=32)
-        sampler = fs.ResumableSampler(talk, seed=1)
-        packs = fs.PackedSampler(fs.row_sizes(rows)[0], max_length=64, seed=1)
-        list(packs)
-        loader: Any = [collate([row]) for row in talk]
-        list(sampler)
-        return list(fs.windows(loader, 2))
+        list(fs.PackedSampler(fs.row_sizes(rows)[0], max_length=64, seed=1))
+        list(fs.ResumableSampler(talk, seed=1))
+        return list(fs.windows([collate([row]) for row in talk], 2))
 
     def prefix(name: str) -> str:
         return str(root / f"{name}-{torch.distributed.get_world_size()}")
@@ -112,7 +101,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "shard_model": lambda: fs.shard_model(kept["meta"], mesh=kept["mesh"]),
         "load_weights": lambda: fs.load_weights(kept["meta"], base, missing="initialise"),
         "load_pretrained": loaded,
-        "add_adapters": adapted,
+        "add_adapters": lambda: fs.add_adapters(fs.build_meta_model(base, new_vocab_size=120), _lora()),
         "describe_sharding": lambda: fs.describe_sharding(kept["model"]),
         "encode_chat": lambda: keep("chat", fs.encode_chat(talk[0], tokenizer)),
         "render_labels": lambda: fs.render_labels(tokenizer, kept["chat"].input_ids, kept["chat"].labels),
@@ -157,7 +146,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "load_full_state_dict": lambda: fs.load_full_state_dict(kept["model"], prefix("f") + ".safetensors"),
         "export_hf": lambda: fs.export_hf(kept["model"], prefix("out")),
         "iter_hf_tensors": lambda: dict(fs.iter_hf_tensors(kept["model"])),
-        "export_adapter": lambda: fs.export_adapter(_lora_of(kept["mesh"], base), prefix("adapter")),
+        "export_adapter": lambda: fs.export_adapter(load(peft_config=_lora()), prefix("adapter")),
         "memory_stats": fs.memory_stats,
         "reset_peak_memory": fs.reset_peak_memory,
         "aggregate_metrics": lambda: fs.aggregate_metrics({"loss": 1.0}),
@@ -188,11 +177,10 @@ def _rounded(model: Any, mesh: Any) -> Any:
     return fs.train_step(model, ragged_batches(2)[:1], fs.StochasticAdamW(model.parameters()))
 
 
-def _lora_of(mesh: Any, base: Path) -> Any:
+def _lora() -> Any:
     import peft
 
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    return composed(base, mesh=mesh, missing="initialise", peft_config=lora)
+    return peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 
 
 def _plotted(root: Path) -> Any:
@@ -223,8 +211,8 @@ def _moved_by_each(root: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
 
 
 def test_every_public_function_is_called() -> None:
-    functions = {name for name in fs.__all__ if inspect.isfunction(getattr(fs, name))}
-    assert functions - _calls(Path()).keys() == set()
+    called = _calls(Path()).keys()
+    assert {name for name in fs.__all__ if inspect.isfunction(getattr(fs, name))} - called == set()
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])

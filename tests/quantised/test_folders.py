@@ -32,7 +32,7 @@ from tests.harness.quantised_folders import (
 from tests.harness.quantised_weights import FORMATS, Written, fp8_block, int4, mxfp4_experts, nf4
 from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
-TIED = {"hidden_size": 64, "num_hidden_layers": 1}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 1}
 HYBRID = {"dp_replicate": 2}
 
 
@@ -115,12 +115,13 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path, columns: bool) -> No
 
 
 def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
-    quantised(tmp_path, fp8_block, "qwen2-tied", marked="embed_tokens", **TIED)
+    quantised(tmp_path, fp8_block, "qwen2-tied", marked="embed_tokens", **SMALL)
     head = fp8_block(101, 64)
-    own = {f"lm_head{end}": tensor for end, tensor in head.tensors.items()}
-    rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | own)
-    published = tensors_of(tmp_path / "published") | {"lm_head.weight": head.values}
-    rewrite(tmp_path / "published", published)
+    rewrite(
+        tmp_path / "stored",
+        tensors_of(tmp_path / "stored") | {f"lm_head{end}": tensor for end, tensor in head.tensors.items()},
+    )
+    rewrite(tmp_path / "published", tensors_of(tmp_path / "published") | {"lm_head.weight": head.values})
     assert difference(loaded(tmp_path / "stored"), plain(tmp_path / "published")) == []
 
 
@@ -149,8 +150,7 @@ def test_a_family_loads_and_is_exported_in_16_bits(write: Any, tmp_path: Path) -
     configure(tmp_path / "published", quantization_config=None)
     rewrite(tmp_path / "published", {name: value.float() for name, value in values.items()})
     run_distributed(_of_family, 2, tmp_path)
-    exported = json.loads((tmp_path / "export" / "config.json").read_text())
-    assert "quantization_config" not in exported
+    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
     exports = (plain(tmp_path / name, dtype=torch.bfloat16) for name in ("export", "published"))
     assert difference(*exports) == []
     assert "bfloat16" in (tmp_path / "export" / "README.md").read_text()
@@ -247,10 +247,12 @@ def test_integers_that_are_shifted_or_in_another_order(
 
 
 def test_scales_of_a_cache_beside_attention_in_16_bits(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1}
-    made = quantised(tmp_path, FORMATS["fp8 of modelopt"], marked="mlp", **sizes)
-    scales = {f"model.layers.0.self_attn.{n}_proj.{n}_scale": torch.ones(()) for n in "kv"}
-    rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | scales)
+    made = quantised(tmp_path, FORMATS["fp8 of modelopt"], marked="mlp", **SMALL)
+    rewrite(
+        tmp_path / "stored",
+        tensors_of(tmp_path / "stored")
+        | {f"model.layers.0.self_attn.{n}_proj.{n}_scale": torch.ones(()) for n in "kv"},
+    )
     model = fs.build_meta_model(tmp_path / "stored")
     with pytest.raises(fs.CheckpointFormatError, match="k_scale"):
         fs.load_weights(model, tmp_path / "stored")
@@ -312,8 +314,10 @@ def test_settings_that_do_not_fit(name: str, fields: dict[str, Any], named: str,
 def test_packed_experts_that_no_conversion_joins(tmp_path: Path) -> None:
     """They are never initialised at random in their place."""
     quantised(tmp_path, fp8_block, "mixtral", marked=".w", hidden_size=64, intermediate_size=64)
-    stored = {name.replace(".w1.", ".gate."): t for name, t in tensors_of(tmp_path / "stored").items()}
-    rewrite(tmp_path / "stored", stored)
+    rewrite(
+        tmp_path / "stored",
+        {name.replace(".w1.", ".gate."): t for name, t in tensors_of(tmp_path / "stored").items()},
+    )
     model = fs.build_meta_model(tmp_path / "stored")
     with pytest.raises(fs.CheckpointFormatError):
         fs.load_weights(model, tmp_path / "stored", missing="initialise", unexpected="ignore")

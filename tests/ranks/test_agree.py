@@ -1,9 +1,11 @@
 """One verdict per phase, and the first error raised on every rank."""
 
+import gc
 import os
 import re
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft import errors
 from fsdp_sft._ranks import agree
-from fsdp_sft.errors import LostRankError
 from tests.harness.models import tiny_model
 from tests.harness.ranks import RankFailedError, mesh_here, on_ranks, run_distributed
 
@@ -72,7 +72,7 @@ def test_all_ranks_raise_the_first_error() -> None:
 
 
 def _of_ours(name: str) -> Exception:
-    error: Exception = getattr(errors, name)(f"something about {name}", 3)
+    error: Exception = getattr(fs, name)(f"something about {name}", 3)
     vars(error)["where"] = Path("/a")
     error.add_note("a note")
     return error
@@ -81,7 +81,7 @@ def _of_ours(name: str) -> Exception:
 @on_ranks(2, timeout=30)
 def test_errors_arrive_as_they_were_or_by_their_text() -> None:
     rank = dist.get_rank()
-    as_they_were = [
+    for error in (
         *(_of_ours(name) for name in fs.__all__ if name.endswith("Error")),
         KeyError("k"),
         FileNotFoundError(2, "No such file or directory", "/a"),
@@ -90,8 +90,7 @@ def test_errors_arrive_as_they_were_or_by_their_text() -> None:
         torch.OutOfMemoryError("no room"),
         ExceptionGroup("several", [ValueError("x")]),
         _OfTheCaller("k"),
-    ]
-    for error in as_they_were:
+    ):
         notes = len(getattr(error, "__notes__", ()))
         with pytest.raises(type(error)) as caught:
             agree.raise_first(error if rank == 1 else None, "failing")
@@ -101,7 +100,7 @@ def test_errors_arrive_as_they_were_or_by_their_text() -> None:
         assert repr(caught.value.args) == repr(error.args)
     of_one_rank = type("OfOneRank", (Exception,), {"__module__": __name__})
     globals().update({"OfOneRank": of_one_rank} if rank == 1 else {})
-    by_their_text = {
+    for text, error in {
         "_Picky: 1 and 2": _Picky(1, 2),
         "_Mute": _Mute("x"),
         "_Odd: x": _Odd("x"),
@@ -109,8 +108,7 @@ def test_errors_arrive_as_they_were_or_by_their_text() -> None:
         "_Large: x": _Large("x"),
         "ValueError": ValueError(10**5000),
         "Local: tensor([1.])": type("Local", (Exception,), {})(torch.ones(1)),
-    }
-    for text, error in by_their_text.items():
+    }.items():
         with pytest.raises(Exception) as caught:
             agree.raise_first(error if rank == 1 else None, "failing")
         assert type(caught.value) is fs.RemoteRankError if rank == 0 else caught.value is error
@@ -120,16 +118,12 @@ def test_errors_arrive_as_they_were_or_by_their_text() -> None:
 def test_without_a_group_there_is_nothing_to_exchange() -> None:
     with pytest.raises(KeyError), agree.agreed("alone"):
         raise KeyError("x")
-    assert agree.all_reduce_sum([2]) == [2]
-    assert agree.all_gather_objects("a") == ["a"]
+    assert (agree.all_reduce_sum([2]), agree.all_gather_objects("a")) == ([2], ["a"])
     with pytest.raises(RuntimeError, match="init_distributed"):
         agree.control_group()
 
 
 def test_the_control_group_ends_with_its_process_group() -> None:
-    import gc
-    import weakref
-
     groups = []
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -149,8 +143,7 @@ def _decide_on_rank_0() -> None:
         decided.append(rank)
         return sum(everyone)
 
-    assert agree.through_rank_0("adding", lambda: rank + 1, decide) == 6
-    assert decided == [0] * (rank == 0)
+    assert (agree.through_rank_0("adding", lambda: rank + 1, decide), decided) == (6, [0] * (rank == 0))
 
     def fail_on_the_last() -> int:
         if rank == 2:
@@ -182,8 +175,7 @@ def _decide_on_rank_0() -> None:
 
 def test_rank_0_decides_for_all() -> None:
     run_distributed(_decide_on_rank_0, 3, timeout=30)
-    assert agree.through_rank_0("alone", lambda: 4, sum) == 4
-    assert agree.share("alone") == "alone"
+    assert (agree.through_rank_0("alone", lambda: 4, sum), agree.share("alone")) == (4, "alone")
     with pytest.raises(KeyError):
         agree.through_rank_0("alone", lambda: {}["x"], sum)
 
@@ -228,7 +220,7 @@ def _lose(lost: int, folder: Path) -> None:
     if dist.get_rank() == lost:
         os._exit(7)
     time.sleep(0.3)
-    with pytest.raises(LostRankError, match=f"rank {lost}: "):
+    with pytest.raises(fs.LostRankError, match=f"rank {lost}: "):
         agree.all_gather_objects(None)
     (folder / str(dist.get_rank())).touch()
     # Nobody learns of it by the end of another process: all have heard before the first ends.

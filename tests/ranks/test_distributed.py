@@ -205,17 +205,14 @@ def test_half_set_variables_are_named(environment: Any, variables: Any, message:
 
 @on_ranks(4)
 def test_an_existing_group_is_used_and_meshes_are_checked() -> None:
-    context = fs.init_distributed()
-    assert context.launcher == "existing"
-    assert (context.rank, context.local_rank, context.world_size) == (dist.get_rank(), dist.get_rank(), 4)
-    assert context.is_main == (context.rank == 0)
-    assert context.device == device_here()
+    context, rank = fs.init_distributed(), dist.get_rank()
+    assert (context.launcher, context.rank, context.local_rank) == ("existing", rank, rank)
+    assert (context.world_size, context.is_main, context.device) == (4, rank == 0, device_here())
     assert fs.init_distributed() == context, "calling it again changes nothing"
     flat = fs.build_mesh()
     assert (flat.mesh_dim_names, flat.shape) == (("dp_shard",), (4,))
     hybrid = fs.build_mesh(dp_replicate=2)
-    assert (hybrid.mesh_dim_names, hybrid.shape) == (("dp_replicate", "dp_shard"), (2, 2))
-    assert hybrid.mesh.tolist() == [[0, 1], [2, 3]]
+    assert (hybrid.mesh_dim_names, hybrid.mesh.tolist()) == (("dp_replicate", "dp_shard"), [[0, 1], [2, 3]])
     assert fs.build_mesh(dp_replicate=4, dp_shard=1).shape == (4, 1)
     for arguments, message in (
         ({"dp_replicate": 3}, "dp_replicate=3 x dp_shard=1 makes 3 ranks, but the job has 4"),
@@ -251,9 +248,12 @@ dist.destroy_process_group()
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    outside = {name: value for name, value in os.environ.items() if name not in ALL}
-    command = launches.torchrun(2, "--standalone", str(script), str(tmp_path))
-    subprocess.run(command, env=outside, timeout=120, check=True)
+    subprocess.run(
+        launches.torchrun(2, "--standalone", str(script), str(tmp_path)),
+        env={name: value for name, value in os.environ.items() if name not in ALL},
+        timeout=120,
+        check=True,
+    )
     for rank in range(2):
         *values, text = json.loads((tmp_path / f"{rank}.json").read_text())
         assert values == ["torchrun", rank, rank, 2, 3.0, 2]
@@ -262,10 +262,9 @@ def test_torchrun(tmp_path: Path) -> None:
 
 def _again(port: int) -> list[int]:
     """Five process groups one after the other over one store, each with gradients on a mesh of 2 x 2."""
-    rank = dist.get_rank()
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.destroy_process_group()
-    place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     sums = []
     for number in range(5):
         fs.init_distributed(device_type=device_type())
@@ -306,8 +305,10 @@ def _count_sockets() -> tuple[int, int]:
 
 
 def _sockets() -> int:
-    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    return sum(os.path.islink(link) and os.readlink(link).startswith("socket:") for link in links)
+    return sum(
+        link.is_symlink() and os.readlink(link).startswith("socket:")
+        for link in Path("/proc/self/fd").iterdir()
+    )
 
 
 def test_a_rank_connects_to_those_it_talks_to() -> None:
@@ -340,9 +341,8 @@ def test_the_shell_of_srun_is_no_task(environment: Any, monkeypatch: pytest.Monk
 def test_a_rank_that_waits_long_for_the_others_says_so(
     monkeypatch: pytest.MonkeyPatch, environment: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    environment(**{**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(get_free_port()))
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    environment(**{**TORCHRUN, **meeting, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
     monkeypatch.setattr(module, "_LONG_SECONDS", 0.2)
     with pytest.raises(RuntimeError):
         fs.init_distributed(device_type="cpu", timeout=timedelta(seconds=2))

@@ -67,8 +67,9 @@ def _run_together(
 
 
 def test_torchrun_trains_as_plain_python_does(plain: Path, tmp_path: Path) -> None:
-    text = launches.run(launches.torchrun(2, "--standalone", *_example(tmp_path, 2)))
-    assert "rank 0 of 2 (local 0 of 2)" in text
+    assert "rank 0 of 2 (local 0 of 2)" in launches.run(
+        launches.torchrun(2, "--standalone", *_example(tmp_path, 2))
+    )
     assert _difference(tmp_path, plain) <= TOLERANCE
 
 
@@ -76,8 +77,10 @@ def test_torchrun_trains_as_plain_python_does(plain: Path, tmp_path: Path) -> No
 def test_two_torchrun_agents(plain: Path, tmp_path: Path) -> None:
     meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{get_free_port()}")
     command = launches.torchrun(2, *meeting, "--rdzv-id=two", *_example(tmp_path, 4))
-    texts = _run_together([(command, {}), (command, {})])
-    assert sum("rank 0 of 4 (local 0 of 2)" in text for text in texts) == 1
+    assert (
+        sum("rank 0 of 4 (local 0 of 2)" in text for text in _run_together([(command, {}), (command, {})]))
+        == 1
+    )
     assert _difference(tmp_path, plain) <= TOLERANCE
 
 
@@ -115,13 +118,11 @@ def _two_namespaces() -> Iterator[list[list[str]]]:
         pytest.skip("network namespaces need root and the program ip")
     names = [f"sft-{os.getpid()}-{side}" for side in "ab"]
     setup = [
-        f"netns add {names[0]}",
-        f"netns add {names[1]}",
+        *(f"netns add {name}" for name in names),
         f"link add cable netns {names[0]} type veth peer name cable netns {names[1]}",
+        *(f"-n {name} addr add 10.77.0.{side}/24 dev cable" for side, name in enumerate(names, start=1)),
+        *(f"-n {name} link set {link} up" for name in names for link in ("lo", "cable")),
     ]
-    for number, name in enumerate(names, start=1):
-        setup.append(f"-n {name} addr add 10.77.0.{number}/24 dev cable")
-        setup += [f"-n {name} link set {link} up" for link in ("lo", "cable")]
     try:
         for words in setup:
             done = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)

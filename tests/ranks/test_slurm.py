@@ -105,9 +105,9 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
 
-    def call(self, *command: str) -> str:
+    def call(self, *command: str, **env: str) -> str:
         """What one of Slurm's commands prints; raises if it fails."""
-        done = self._run(command, 60, {})
+        done = self._run(command, 60, env)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout.strip()
@@ -115,18 +115,13 @@ class SlurmCluster:
     def _run(
         self, command: Sequence[str], timeout: float, env: dict[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        own = {**self.env, **env}
-        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command, env={**self.env, **env}, capture_output=True, text=True, timeout=timeout, check=False
+        )
 
     def srun(self, *arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a step with an allocation of its own to its end."""
         return self._run(["srun", *arguments], timeout, env)
-
-    def sbatch(self, *arguments: str, **env: str) -> str:
-        """Submit a script; the job's id."""
-        done = self._run(["sbatch", "--parsable", *arguments], 60, env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
 
     def job(self, job_id: str) -> dict[str, str]:
         """What the controller says about a job: JobState, ExitCode, Restarts, ..."""
@@ -163,11 +158,10 @@ class SlurmCluster:
 
     def wait(self, *job_ids: str, timeout: float = 300, starts: int = 1) -> list[dict[str, str]]:
         """Wait until jobs have ended, and what the controller says about each then."""
-        everyone = ", ".join(job_ids)
         self.until(
             lambda: not [job_id for job_id in job_ids if not self.ended(job_id, starts=starts)],
             timeout,
-            f"jobs {everyone} do not end",
+            f"jobs {', '.join(job_ids)} do not end",
         )
         return [self.job(job_id) for job_id in job_ids]
 
@@ -200,20 +194,16 @@ class TrainingJob:
         shape = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1")
         place = ("--gpus-per-node=0", "--chdir", str(ROOT), "--output", str(self.text))
         program = {"PACE_SECONDS": str(pace), "TRAIN": f"{sys.executable} {launches.PACED}"}
-        self.id = cluster.sbatch(
-            *(*shape, *place, *options, str(EXAMPLES / "slurm" / script)),
+        self.id = cluster.call(
+            *("sbatch", "--parsable", *shape, *place, *options, str(EXAMPLES / "slurm" / script)),
             *launches.arguments(folder, ranks=4, steps=STEPS),
             **launches.environment(**program, **env),
         )
 
-    def last_step(self) -> int:
-        """The newest step in the log; 0 before the first."""
-        return launches.last_step(self.folder)
-
     def until_step(self, step: int, *, timeout: float = 300) -> None:
         """Wait until a step is in the log, letting a requeued job start at once."""
         deadline = time.monotonic() + timeout
-        while self.last_step() < step:
+        while launches.last_step(self.folder) < step:
             self.cluster.release(self.id)
             job = self.cluster.job(self.id)
             assert job["JobState"] not in ENDED, (job, self.text.read_text())
@@ -285,8 +275,8 @@ def _free_ports() -> list[int]:
 @pytest.fixture(scope="module")
 def preserved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("preserved")
-    example = [str(launches.EXAMPLE), *launches.arguments(output, ranks=4, steps=STEPS)]
-    launches.run(launches.torchrun(4, "--standalone", *example))
+    arguments = launches.arguments(output, ranks=4, steps=STEPS)
+    launches.run(launches.torchrun(4, "--standalone", str(launches.EXAMPLE), *arguments))
     return output
 
 
@@ -360,8 +350,7 @@ def test_the_time_limit_and_the_signal_before_it(
         assert ended["JobState"] == "COMPLETED", job.text.read_text()
         codes, saved = job.exit_codes(), launches.sound_steps(job.folder, ranks=4)
         print(f"{options[name]}: exit codes {codes}, saved steps {saved}")
-        assert set(codes[:-1]) == {85}
-        assert codes[-1] == 0
+        assert (set(codes[:-1]), codes[-1]) == ({85}, 0)
         assert ("DUE TO TIME LIMIT" in job.text.read_text()) == (name == "limit")
         assert [step for step, *_ in launches.losses(job.folder)] == list(range(1, STEPS + 1))
         assert launches.losses(job.folder) == launches.losses(preserved), "bit for bit"
@@ -370,10 +359,10 @@ def test_the_time_limit_and_the_signal_before_it(
 def test_submitit_queues_the_job_again(cluster: SlurmCluster, preserved: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("submitit") is None:
         pytest.skip("submitit is not installed")
-    launch = [sys.executable, str(EXAMPLES / "submitit" / "launch.py"), "--logs"]
+    script = str(EXAMPLES / "submitit" / "launch.py")
     shape = ["--nodes", "2", "--ranks-per-node", "2", "--minutes", "20"]
     arguments = launches.arguments(tmp_path, ranks=4, steps=STEPS)
-    command = [*launch, str(tmp_path / "logs"), *shape, "--", *arguments]
+    command = [sys.executable, script, "--logs", str(tmp_path / "logs"), *shape, "--", *arguments]
     submitted = re.search(r"^job (\d+)", launches.run(command, SLURM_CONF=cluster.env["SLURM_CONF"]))
     assert submitted is not None
     cluster.until(lambda: launches.last_step(tmp_path) >= 5, 240, "training does not begin")

@@ -32,8 +32,9 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    shapes = {name: (t.dtype, t.shape) for name, t in tensors.items()}
-    fd, header, _ = st.create(path, shapes, {"format": "pt"})
+    fd, header, _ = st.create(
+        path, {name: (t.dtype, t.shape) for name, t in tensors.items()}, {"format": "pt"}
+    )
     for name, tensor in tensors.items():
         st.write_at(fd, header.entries[name].start, st.bytes_of(tensor))
     os.close(fd)
@@ -58,8 +59,11 @@ def test_files_are_those_of_the_reference_implementation(tmp_path: Path) -> None
         assert loaded.keys() == header.entries.keys() == tensors.keys()
         for name, tensor in tensors.items():
             entry, read = header.entries[name], loaded[name]
-            kind = (tensor.dtype, tuple(tensor.shape))
-            assert (entry.dtype, entry.shape) == kind == (read.dtype, tuple(read.shape)), name
+            assert (
+                (entry.dtype, entry.shape)
+                == (tensor.dtype, tuple(tensor.shape))
+                == (read.dtype, tuple(read.shape))
+            ), name
             assert data[entry.start : entry.end] == bytes(st.bytes_of(tensor)), name
             assert st.bytes_of(read) == st.bytes_of(tensor), name
             assert path == theirs or entry.start % entry.dtype.itemsize == 0, "aligned"

@@ -5,19 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.composed import composed
-from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny
-from tests.harness.models import full, tiny_model
+from tests.harness.models import FLOAT32, full, tiny_model
 from tests.harness.poison import is_poisoned
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 
-PLAIN = MixedPrecisionPolicy()
 MESHES = [(2, {}), (4, {"dp_replicate": 2})]
 # What each family is asked to train whole beside its adapters.
 SAVED = {
@@ -29,8 +26,9 @@ SAVED = {
 
 
 def _lora(**overrides: Any) -> Any:
-    options = {"r": 4, "target_modules": ["q_proj", "c_attn"], "task_type": "CAUSAL_LM", **overrides}
-    return peft.LoraConfig(**options)
+    return peft.LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "c_attn"], "task_type": "CAUSAL_LM", **overrides}
+    )
 
 
 def _oracle(folder: Path, **overrides: Any) -> Any:
@@ -47,13 +45,12 @@ def _check_copies(root: Path, mesh_shape: dict[str, int]) -> None:
                 fs.build_meta_model(root / family), _lora(modules_to_save=modules), seed=3
             )
             if shape is not None:
-                fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=PLAIN)
+                fs.shard_model(model, mesh=mesh_here(**shape), mp_policy=FLOAT32)
             report = fs.load_weights(model, root / family)
             assert difference(model, _oracle(root / family, modules_to_save=modules)) == [], family
-            copies = [name for name, source in report.sources.items() if source == "copy"]
-            assert copies == [name for name, _ in _named(model) if ".modules_to_save." in name]
-            adapters = [name for name, source in report.sources.items() if source == "kept"]
-            assert adapters == [name for name, _ in _named(model) if "lora_" in name]
+            for kind, part in (("copy", ".modules_to_save."), ("kept", "lora_")):
+                found = [name for name, source in report.sources.items() if source == kind]
+                assert found == [name for name, _ in _named(model) if part in name]
 
 
 def _named(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -71,15 +68,9 @@ def test_copies_have_all_of_what_they_are_copies_of(
 
 def _check_unrounded(folder: Path) -> None:
     oracle = _oracle(folder, modules_to_save=["lm_head"])
-    model = composed(
-        folder,
-        mesh=mesh_here(),
-        peft_config=_lora(modules_to_save=["lm_head"]),
-        adapter_seed=3,
-    )
+    model = composed(folder, mesh=mesh_here(), peft_config=_lora(modules_to_save=["lm_head"]), adapter_seed=3)
     for name, parameter in model.named_parameters():
-        expected = oracle.get_parameter(name)
-        assert torch.equal(full(parameter), expected.to(parameter.dtype)), name
+        assert torch.equal(full(parameter), oracle.get_parameter(name).to(parameter.dtype)), name
         assert parameter.dtype == torch.float32 or not parameter.requires_grad
     assert model.get_parameter("base_model.model.model.norm.weight").dtype == torch.bfloat16
 
@@ -110,39 +101,36 @@ def _with_a_buffer(model: Any) -> Any:
     ],
     ids=["adapters", "DoRA", "IA3", "a module", "a buffer"],
 )
-def test_what_nothing_fills_is_refused_before_anything_is_read(make: Any, words: str, tmp_path: Path) -> None:
-    model = make(fs.build_meta_model(save_tiny(tmp_path)))
+def test_what_nothing_fills_is_refused_before_anything_is_read(make: Any, words: str, saved: Path) -> None:
+    model = make(fs.build_meta_model(saved))
     with pytest.raises(fs.FsdpSftError, match=words):
-        fs.load_weights(model, tmp_path)
+        fs.load_weights(model, saved)
     assert all(tensor.is_meta for name, tensor in _named(model) if "lora_" not in name)
 
 
-def test_a_head_of_another_size_than_the_config_says_is_not_initialised(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    model: Any = fs.build_meta_model(tmp_path, architectures=["LlamaForSequenceClassification"], num_labels=9)
+def test_a_head_of_another_size_than_the_config_says_is_not_initialised(saved: Path) -> None:
+    model: Any = fs.build_meta_model(saved, architectures=["LlamaForSequenceClassification"], num_labels=9)
     model.score = torch.nn.Linear(model.config.hidden_size, 5, bias=False, device="meta")
     with pytest.raises(ValueError, match=r"other shapes than its config describes \(score\.weight\)"):
-        fs.load_weights(model, tmp_path, missing="initialise", unexpected="ignore")
+        fs.load_weights(model, saved, missing="initialise", unexpected="ignore")
 
 
-def test_adapters_taken_from_other_base_weights_are_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
+def test_adapters_taken_from_other_base_weights_are_refused(saved: Path) -> None:
     for overrides in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"trainable_token_indices": [3]}):
-        model = fs.add_adapters(plain(tmp_path), _lora(**overrides))
+        model = fs.add_adapters(plain(saved), _lora(**overrides))
         before = {name: tensor.clone() for name, tensor in _named(model)}
         with pytest.raises(fs.UnsupportedModelError, match="base model first"):
-            fs.load_weights(model, tmp_path)
+            fs.load_weights(model, saved)
         assert all(torch.equal(tensor, before[name]) for name, tensor in _named(model))
 
 
-def test_every_tensor_has_one_source(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen2-tied")
-    model = fs.build_meta_model(tmp_path)
+@pytest.mark.parametrize("saved", [{"family": "qwen2-tied"}], indirect=True)
+def test_every_tensor_has_one_source(saved: Path) -> None:
+    model = fs.build_meta_model(saved)
     model.register_buffer("own", torch.ones(2))
-    report = fs.load_weights(model, tmp_path)
-    assert list(report.sources) == [name for name, _ in _named(model)]
-    assert report.sources["lm_head.weight"] == "tie"
-    assert report.sources["model.rotary_emb.inv_freq"] == "computed"
-    assert report.sources["own"] == "kept"
-    others = {"lm_head.weight", "own", "model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
-    assert {s for name, s in report.sources.items() if name not in others} == {"checkpoint"}
+    sources = dict(fs.load_weights(model, saved).sources)
+    assert list(sources) == [name for name, _ in _named(model)]
+    others = {"lm_head.weight": "tie", "own": "kept", "model.rotary_emb.inv_freq": "computed"}
+    assert {name: sources.pop(name) for name in others} == others
+    del sources["model.rotary_emb.original_inv_freq"]
+    assert {*sources.values()} == {"checkpoint"}

@@ -8,17 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.models.auto import modeling_auto
 
 import fsdp_sft as fs
-from fsdp_sft.weights import build_meta_model, load_weights
 from tests import plain as plainly
 from tests.harness.architectures import class_names, inputs_for, quiet, save_all, tiny_architecture
-from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, plain, tensors_of
-from tests.harness.models import full
-from tests.harness.ranks import run_distributed
+from tests.harness.models import FLOAT32, full
+from tests.harness.ranks import device_here, mesh_here, run_distributed
 from tests.harness.vision import beside_text
 
 # One of each way to be awkward: merged experts, chunked and joined projections, ties across blocks, computed
@@ -54,12 +51,11 @@ def _forward(model: Any) -> torch.Tensor:
 
 def _check_one(folder: Path, mesh: Any) -> list[str]:
     """How one class differs from plain transformers, its forward included."""
-    oracle = plain(folder)
-    model = build_meta_model(folder)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    load_weights(model, folder)
+    oracle, model = plain(folder), fs.build_meta_model(folder)
+    fs.shard_model(model, mesh=mesh, mp_policy=FLOAT32)
+    fs.load_weights(model, folder)
     problems = difference(model, oracle)
-    fs.shard_model(build_meta_model(folder), mesh=mesh)  # whose default policy groups some modules otherwise
+    fs.shard_model(fs.build_meta_model(folder), mesh=mesh)  # the default policy groups modules otherwise
     try:
         expected = _forward(oracle)
     except Exception as error:
@@ -140,8 +136,9 @@ def _trained_plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Te
     labels = rows.pop("labels")
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False  # the few layers may have no attention, which caches count by
-    logits = model(**rows).logits
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss = torch.nn.functional.cross_entropy(
+        model(**rows).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
     found, _ = plainly.step(model, [loss], [torch.optim.SGD(model.parameters(), lr=RATE)])
     return found, {name: p.detach() for name, p in model.named_parameters()}
 
@@ -151,7 +148,7 @@ def _check_of_images(name: str, folder: Path, loss: float, expected: dict[str, t
     rank, ranks, out = dist.get_rank(), dist.get_world_size(), folder.with_name("out")
     model, oracle = fs.build_meta_model(folder), plain(folder)
     assert fs.freeze_towers(model) == fs.freeze_towers(oracle)
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     fs.load_weights(model, folder)
     assert difference(model, oracle) == []
     try:

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
-from fsdp_sft._tensors import reader as read
+from fsdp_sft._tensors import reader as read, stored
 from fsdp_sft._tensors.boxes import Box
 from fsdp_sft.weights import fill
 from fsdp_sft.weights.resolve import open_checkpoint
@@ -33,16 +34,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _several_threads_and_small_pieces() -> None:
     """As on a node with many cores and a checkpoint of gigabytes: buffers are used again and again."""
-    from fsdp_sft._tensors import stored
-
     stored._LARGE_BYTES = 1 << 13
     os.sched_getaffinity = lambda _: set(range(64))
 
 
 def _wrong_values(model: Any, folder: Path) -> list[str]:
     expected, device = dict(plain(folder).named_parameters()), torch.accelerator.current_accelerator()
-    named = [(name, full(p.detach().to(device)).cpu()) for name, p in model.named_parameters()]
-    return [name for name, value in named if not torch.equal(value, expected[name])]
+    return [
+        name
+        for name, p in model.named_parameters()
+        if not torch.equal(full(p.detach().to(device)).cpu(), expected[name])
+    ]
 
 
 def _load_unsharded(folder: Path, *, on_own_stream: bool) -> tuple[list[str], list[int]]:
@@ -63,10 +65,9 @@ def _load_unsharded(folder: Path, *, on_own_stream: bool) -> tuple[list[str], li
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default stream", "stream of its own"])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_load_is_right_on_any_device_and_stream(checkpoint: Path, index: int, on_own_stream: bool) -> None:
-    results = run_simulated(
+    assert run_simulated(
         _load_unsharded, 1, checkpoint, first_device=index, copy_delay=SLOW, on_own_stream=on_own_stream
-    )
-    assert results == [([], [index])]
+    ) == [([], [index])]
 
 
 def _load_sharded(folder: Path, offload: bool) -> tuple[list[str], list[int], set[str]]:
@@ -79,26 +80,27 @@ def _load_sharded(folder: Path, offload: bool) -> tuple[list[str], list[int], se
     where = {device for p in model.parameters() for device in (p.device.type, p.to_local().device.type)}
     wrong, touched = _wrong_values(model, folder), torch.sim.touched()
     ids = torch.arange(3, 19).view(2, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fs.train_step(model, [{"input_ids": ids, "labels": ids.clone()}], optimizer)
+    fs.train_step(
+        model, [{"input_ids": ids, "labels": ids.clone()}], torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     return wrong, touched, where
 
 
 def test_each_rank_loads_onto_its_own_device(checkpoint: Path) -> None:
-    found = run_simulated(_load_sharded, 2, checkpoint, False, copy_delay=SLOW)
-    assert found == [([], [0], {"sim"}), ([], [1], {"sim"})]
+    assert run_simulated(_load_sharded, 2, checkpoint, False, copy_delay=SLOW) == [
+        ([], [0], {"sim"}),
+        ([], [1], {"sim"}),
+    ]
 
 
 def test_shards_that_stay_on_the_host_are_loaded_there(checkpoint: Path) -> None:
-    found = run_simulated(_load_sharded, 2, checkpoint, True)
-    assert [(wrong, where) for wrong, _, where in found] == [([], {"cpu"})] * 2
+    assert [(wrong, where) for wrong, _, where in run_simulated(_load_sharded, 2, checkpoint, True)] == [
+        ([], {"cpu"})
+    ] * 2
 
 
 def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     """(peak beside the shards, the shards, the largest one), in bytes of the device."""
-    from fsdp_sft._tensors import stored
-    from fsdp_sft.weights import fill
-
     stored._LARGE_BYTES = PIECE
     fill._PIECE_ELEMENTS = PIECE // 8
     fs.init_distributed()
@@ -107,15 +109,17 @@ def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     torch.sim.reset_peak_memory_stats()
     model = fs.load_pretrained(folder, mesh=mesh, **options)
     beside = torch.sim.max_memory_allocated() - torch.sim.memory_allocated()
-    held = {id(p): p.to_local().nbytes for p in model.parameters()}
-    return beside, torch.sim.memory_allocated() - before, max(held.values())
+    shards = torch.sim.memory_allocated() - before
+    return beside, shards, max(p.to_local().nbytes for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "saved", [{"hidden_size": 64, "vocab_size": 4096, "num_hidden_layers": 2}], indirect=True
+)
 @pytest.mark.parametrize("new_vocab_size", [None, 5000])
-def test_a_load_takes_little_beside_the_shards(tmp_path: Path, new_vocab_size: int | None) -> None:
-    folder = save_tiny(tmp_path, hidden_size=64, vocab_size=4096, num_hidden_layers=2)
+def test_a_load_takes_little_beside_the_shards(saved: Path, new_vocab_size: int | None) -> None:
     for beside, shards, largest in run_simulated(
-        _memory_while_loading, 2, folder, new_vocab_size=new_vocab_size
+        _memory_while_loading, 2, saved, new_vocab_size=new_vocab_size
     ):
         assert largest > 16 * PIECE
         assert shards > 2 * largest
@@ -128,33 +132,28 @@ TENSORS, ROWS, COLUMNS, RANKS = 8, 2048, 2048, 4
 
 
 def _threads_of_a_load(folder: Path, bound: bool) -> int:
-    used = []
-    do_reads = fill.do_reads
-
-    def counted(*args: Any, workers: int = 1, **kwargs: Any) -> int:
-        used.append(workers)
-        return do_reads(*args, workers=workers, **kwargs)
-
-    fill.do_reads = counted
     first = 4 * dist.get_rank()
     cpus = set(range(first, first + 4)) if bound else set(range(8))
     os.sched_getaffinity, os.cpu_count = lambda _: cpus, lambda: 8
-    fs.load_weights(fs.build_meta_model(folder), folder)
-    return max(used)
+    with mock.patch.object(fill, "do_reads", wraps=fill.do_reads) as reads:
+        fs.load_weights(fs.build_meta_model(folder), folder)
+    return max(call.kwargs.get("workers", 1) for call in reads.call_args_list)
 
 
 @pytest.mark.parametrize(("bound", "ranks", "expected"), [(True, 2, 4), (False, 2, 4), (False, 4, 2)])
 def test_threads_are_those_of_the_processors_that_a_rank_has_to_itself(
-    tmp_path: Path, bound: bool, ranks: int, expected: int
+    saved: Path, bound: bool, ranks: int, expected: int
 ) -> None:
-    save_tiny(tmp_path)
-    assert run_distributed(_threads_of_a_load, ranks, tmp_path, bound) == [expected] * ranks
+    assert run_distributed(_threads_of_a_load, ranks, saved, bound) == [expected] * ranks
 
 
 def _fetched() -> int:
     """Bytes that this process has had read from storage so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+    return next(
+        int(line.split()[1])
+        for line in Path("/proc/self/io").read_text().splitlines()
+        if line.startswith("read_bytes")
+    )
 
 
 def _fetch_share(checkpoint: Any) -> tuple[int, int]:
@@ -164,8 +163,8 @@ def _fetch_share(checkpoint: Any) -> tuple[int, int]:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
     reads, box = [], Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
-    for key, stored in checkpoint.items():
-        reads += stored.reads(stored.piece(key), box, torch.empty(box.shape))
+    for key, tensor in checkpoint.items():
+        reads += tensor.reads(tensor.piece(key), box, torch.empty(box.shape))
     before = _fetched()
     asked = read.do_reads(reads)
     return _fetched() - before, asked
@@ -173,8 +172,10 @@ def _fetch_share(checkpoint: Any) -> tuple[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc/self/io")
 def test_what_lies_beside_a_part_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {f"w{i:02}": torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for i in range(TENSORS)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(
+        {f"w{i:02}": torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for i in range(TENSORS)},
+        tmp_path / "model.safetensors",
+    )
     checkpoint = open_checkpoint(tmp_path)
     with_advice, asked = _fetch_share(checkpoint)
     assert asked == TENSORS * ROWS * COLUMNS * 2 // RANKS

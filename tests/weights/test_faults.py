@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft.weights import build_meta_model, load_weights
-from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import mesh_here, run_distributed
 
 _SECONDS = 10
 
@@ -30,14 +28,14 @@ def _refused(folder: Path, what: str) -> str:
             raise OSError(5, "Input/output error")
         return 0 if what == "a disk that ends early" and offset > 5000 else original(fd, buffers, offset)
 
-    model = fs.shard_model(build_meta_model(folder), mesh=mesh_here())
+    model = fs.shard_model(fs.build_meta_model(folder), mesh=mesh_here())
     dist.barrier()
     started = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(os, "preadv", preadv)
         with pytest.raises(fs.CheckpointFormatError) as caught:
-            load_weights(model, folder)
+            fs.load_weights(model, folder)
     assert type(caught.value) is fs.CheckpointFormatError
     assert time.monotonic() - started < _SECONDS
     return str(caught.value)
@@ -52,10 +50,6 @@ def _edit_index(folder: Path, edit: Callable[[dict[str, str]], Any]) -> None:
     index = json.loads(path.read_text())
     edit(index["weight_map"])
     path.write_text(json.dumps(index))
-
-
-def _truncated(folder: Path) -> None:
-    os.truncate(_files(folder)[1], _files(folder)[1].stat().st_size - 10)
 
 
 def _without_weights(folder: Path) -> None:
@@ -95,21 +89,19 @@ def _changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> 
     rewrite(folder, tensors)
 
 
-def _higher(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[Q_PROJ] = torch.cat([tensors[Q_PROJ], tensors[Q_PROJ][:1]])
-
-
-def _in_integers(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[DOWN_PROJ] = tensors[DOWN_PROJ].to(torch.int8)
-
-
 # What is done to a folder, and what the load then says.
 DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
-    "a truncated file": (_truncated, ("model-00002-of-", "damaged")),
+    "a truncated file": (
+        lambda f: os.truncate(_files(f)[1], _files(f)[1].stat().st_size - 10),
+        ("model-00002-of-", "damaged"),
+    ),
     "a missing file": (lambda f: _files(f)[1].unlink(), ("complete",)),
     "no weights": (_without_weights, ("model.safetensors.index.json", "config.json")),
     "pickled weights": (_pickled, ("Pickled weights", "save_pretrained")),
-    "another shape": (lambda f: _changed(f, _higher), (Q_PROJ, "(33, 32)", "(32, 32)")),
+    "another shape": (
+        lambda f: _changed(f, lambda t: t.update({Q_PROJ: torch.cat([t[Q_PROJ], t[Q_PROJ][:1]])})),
+        (Q_PROJ, "(33, 32)", "(32, 32)"),
+    ),
     "an index with a name too many": (_a_name_too_many, ("model.ghost",)),
     "a path up": (lambda f: _led_out(f, "../outside.safetensors"), ("leads out",)),
     "a path from the root": (lambda f: _led_out(f, "/etc/outside.safetensors"), ("leads out",)),
@@ -120,28 +112,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
         lambda f: _changed(f, lambda t: t.update({"model.extra": t[UP_PROJ]})),
         ("model.extra", "ignore"),
     ),
-    "integers": (lambda f: _changed(f, _in_integers), (DOWN_PROJ, "quantised")),
+    "integers": (
+        lambda f: _changed(f, lambda t: t.update({DOWN_PROJ: t[DOWN_PROJ].to(torch.int8)})),
+        (DOWN_PROJ, "quantised"),
+    ),
     "a disk that fails": (lambda f: None, ("Input/output error", "cannot be read")),
     "a disk that ends early": (lambda f: None, ("ends at byte",)),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_one_error_on_all_ranks_and_soon(name: str, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "inside")
+def test_one_error_on_all_ranks_and_soon(name: str, saved: Path) -> None:
     damage, words = DAMAGES[name]
-    damage(folder)
-    first, second = run_distributed(_refused, 2, folder, name)
+    damage(saved)
+    first, second = run_distributed(_refused, 2, saved, name)
     for message in (first, second):
         assert all(word in message for word in words), message
     assert first == second or name.startswith("a disk")  # of which the other ranks are told
 
 
 def _check_different_folders(folder: Path) -> None:
-    model = fs.shard_model(build_meta_model(folder / "a"), mesh=mesh_here())
+    model = fs.shard_model(fs.build_meta_model(folder / "a"), mesh=mesh_here())
     for other, words in (("b", "ranks differ in checkpoint="), ("absent", "on some ranks but not on")):
         with pytest.raises(ValueError, match=words):
-            load_weights(model, folder / ("a" if dist.get_rank() == 0 else other))
+            fs.load_weights(model, folder / ("a" if dist.get_rank() == 0 else other))
 
 
 def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
@@ -150,12 +144,11 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
     run_distributed(_check_different_folders, 2, tmp_path)
 
 
-def test_a_disk_that_returns_less_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny(tmp_path)
+def test_a_disk_that_returns_less_than_asked(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.preadv
 
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         return original(fd, [buffers[0][: max(1, len(buffers[0]) // 3)]], offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    assert difference(loaded(tmp_path), plain(tmp_path)) == []
+    assert difference(loaded(saved), plain(saved)) == []

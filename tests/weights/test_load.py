@@ -4,25 +4,23 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import reader as read
-from fsdp_sft.weights import build_meta_model, load_weights, meta
-from fsdp_sft.weights.load import load_pretrained
+from fsdp_sft.weights import meta
 from tests.harness.composed import composed
-from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.layouts import register_layout
-from tests.harness.models import full, ragged_batches
+from tests.harness.models import FLOAT32, full, ragged_batches
 from tests.harness.multimodal import tiny
-from tests.harness.ranks import on_ranks, run_distributed
+from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed
 
-FLOAT32 = MixedPrecisionPolicy()
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2", "t5", "bert"]
 
 
@@ -54,29 +52,21 @@ def test_bitwise_what_from_pretrained_loads(
 
 
 def _check_bytes(folder: Path, mesh_shape: dict[str, int]) -> None:
-    original, counted = read.read_at, [0]
-
-    def read_at(fd: int, offset: int, buffer: memoryview) -> None:
-        original(fd, offset, buffer)
-        counted[0] += len(buffer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "read_at", read_at)
+    with mock.patch.object(read, "read_at", wraps=read.read_at) as reads:
         model = loaded(folder, mesh_shape)
-    report = model.load_report
-    assert report.bytes_read == counted[0], "after the headers"
+    counted, report = sum(len(call.args[2]) for call in reads.call_args_list), model.load_report
+    assert report.bytes_read == counted, "after the headers"
     assert difference(model, plain(folder)) == []
     assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes
     if not mesh_shape:
         # A dimension that the ranks do not divide gives the first ones more rows: 101 tokens on 4 ranks, 26.
-        assert counted[0] <= 1.05 * report.checkpoint_bytes / dist.get_world_size() * 26 / 25.25
+        assert counted <= 1.05 * report.checkpoint_bytes / dist.get_world_size() * 26 / 25.25
     assert re.fullmatch(r".+ s .*GB/s.*", str(report)), "of one line"
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_every_byte_is_read_once(tmp_path: Path, family: str) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 1001}
-    save_tiny(tmp_path, family, max_shard_size="1MB", **sizes)
+    save_tiny(tmp_path, family, max_shard_size="1MB", hidden_size=64, intermediate_size=96, vocab_size=1001)
     for mesh_shape in ({}, {"dp_replicate": 2}):
         run_distributed(_check_bytes, 4, tmp_path, mesh_shape)
 
@@ -84,7 +74,7 @@ def test_every_byte_is_read_once(tmp_path: Path, family: str) -> None:
 def _check_stored(folder: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         model = loaded(folder, {"dp_replicate": 2}, shard={"master_dtype": dtype})
-        assert (found := difference(model, plain(folder, dtype=dtype))) == [], found
+        assert difference(model, plain(folder, dtype=dtype)) == []
 
 
 def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
@@ -99,14 +89,16 @@ def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
     run_distributed(_check_stored, 4, tmp_path)
 
 
-def _check_told(folder: Path) -> None:
-    model = build_meta_model(folder)
+@on_ranks(2)
+def test_what_one_rank_is_told_or_lacks_is_an_error_on_all(saved: Path) -> None:
+    """Ranks told otherwise would send what others do not expect, and gloo would write beyond its memory."""
+    model = fs.build_meta_model(saved)
     fs.shard_model(model, mesh=mesh_here(dp_replicate=2), mp_policy=FLOAT32)
     missing: Any = ("error", "initialise")[dist.get_rank()]
     with pytest.raises(ValueError, match="missing='error' and 'initialise', on ranks 0 and 1"):
-        load_weights(model, folder, missing=missing)
+        fs.load_weights(model, saved, missing=missing)
     with pytest.raises(ValueError, match="seed=0 and 1, on ranks 0 and 1"):
-        load_weights(model, folder, seed=dist.get_rank())
+        fs.load_weights(model, saved, seed=dist.get_rank())
     original = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -116,21 +108,25 @@ def _check_told(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="no memory"):
         patch.setattr(torch, "empty", empty)
-        load_weights(model, folder)
-    load_weights(model, folder)
-    assert difference(model, plain(folder)) == []
+        fs.load_weights(model, saved)
+    fs.load_weights(model, saved)
+    assert difference(model, plain(saved)) == []
 
 
-def test_what_one_rank_is_told_or_lacks_is_an_error_on_all(tmp_path: Path) -> None:
-    """Ranks told otherwise would send what others do not expect, and gloo would write beyond its memory."""
-    run_distributed(_check_told, 2, save_tiny(tmp_path))
-
-
-def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int) -> None:
-    model = loaded(folder, {}, shard={"reshard_after_forward": reshard_after_forward})
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+@pytest.mark.parametrize(
+    ("saved", "experts"),
+    [({"family": "mixtral", "num_local_experts": experts}, experts) for experts in (2, 6)],
+    indirect=["saved"],
+)
+@on_ranks(4)
+def test_merged_experts_on_ranks_that_own_few_or_none(
+    saved: Path, experts: int, reshard_after_forward: bool | int
+) -> None:
+    model = loaded(saved, {}, shard={"reshard_after_forward": reshard_after_forward})
     report = model.load_report
     assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes
-    assert difference(model, plain(folder)) == []
+    assert difference(model, plain(saved)) == []
     gate_up = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
     chunks = torch.arange(experts).chunk(4)  # of first dimensions only
     owned = [len(chunk) for chunk in chunks] + [0] * (4 - len(chunks))
@@ -138,15 +134,6 @@ def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int
         assert gate_up.to_local().numel() * 4 == gate_up.numel()
     else:
         assert gate_up.to_local().shape[0] == owned[dist.get_rank()]
-
-
-@pytest.mark.parametrize("reshard_after_forward", [True, 2])
-@pytest.mark.parametrize("experts", [2, 6])
-def test_merged_experts_on_ranks_that_own_few_or_none(
-    tmp_path: Path, experts: int, reshard_after_forward: bool | int
-) -> None:
-    save_tiny(tmp_path, "mixtral", num_local_experts=experts)
-    run_distributed(_check_experts, 4, tmp_path, experts, reshard_after_forward)
 
 
 # --- layouts of older checkpoints --------------------------------------------------------------------------
@@ -172,8 +159,8 @@ def test_layouts_of_older_checkpoints(tmp_path: Path, layout: str) -> None:
         save_tiny(tmp_path, "llama")
     dist.barrier()
     oracle, model = plain(tmp_path), loaded(tmp_path, {})
-    report = model.load_report
     assert difference(model, oracle) == []
+    report = model.load_report
     assert report.bytes_read < report.checkpoint_bytes, "each rank reads what its shards are made of"
     assert [str(c) for c in model._weight_conversions] == [str(c) for c in oracle._weight_conversions]
 
@@ -190,102 +177,84 @@ def _check_loads(folder: Path, mesh_shape: dict[str, int], **options: Any) -> li
 
 @pytest.mark.parametrize("head", ["absent", "equal", "different", "alone"])
 def test_a_tied_head(tmp_path: Path, head: str) -> None:
-    save_tiny(tmp_path, "qwen2-tied")
-    tensors = tensors_of(tmp_path)
-    embedding = tensors["model.embed_tokens.weight"]
-    assert "lm_head.weight" not in tensors
-    stored = {"equal": embedding.clone(), "different": embedding.flip(0), "alone": embedding}
-    if head in stored:
-        tensors["lm_head.weight"] = stored[head]
-    if head == "alone":
-        del tensors["model.embed_tokens.weight"]
-    rewrite(tmp_path, tensors, files=2)
+    others = tensors_of(save_tiny(tmp_path, "qwen2-tied"))
+    embedding = others.pop(EMBEDDING)
+    assert HEAD not in others
+    stored = {
+        "absent": {EMBEDDING: embedding},
+        "equal": {EMBEDDING: embedding, HEAD: embedding.clone()},
+        "different": {EMBEDDING: embedding, HEAD: embedding.flip(0)},
+        "alone": {HEAD: embedding},
+    }[head]
+    rewrite(tmp_path, others | stored, files=2)
     run_distributed(_check_loads, 2, tmp_path, {})
 
 
-def test_missing_keys_are_initialised_alike(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    tensors = tensors_of(tmp_path)
+def test_missing_keys_are_initialised_alike(saved: Path) -> None:
     missing = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
-    for name in missing:
-        tensors.pop(name)
-    rewrite(tmp_path, tensors)
+    rewrite(saved, {name: tensor for name, tensor in tensors_of(saved).items() if name not in missing})
     for world_size, shape in [(2, {}), (4, {"dp_replicate": 2})]:
-        for initialised in run_distributed(_check_loads, world_size, tmp_path, shape, missing="initialise"):
-            assert sorted(initialised) == sorted(missing)
+        for initialised in run_distributed(_check_loads, world_size, saved, shape, missing="initialise"):
+            assert sorted(initialised) == missing
 
 
-def _check_evaluate_then_load(folder: Path) -> None:
-    model = loaded(folder, {})
+@pytest.mark.parametrize("saved", [{"family": "qwen2-tied"}], indirect=True)
+@on_ranks(2)
+def test_loading_again_after_an_evaluation(saved: Path) -> None:
+    model = loaded(saved, {})
     batch = {name: value for name, value in ragged_batches(2)[0].items() if name != "labels"}
     with torch.no_grad():
         first = model(**batch).logits  # leaves the root's parameters gathered
         for parameter in model.parameters():
             parameter.zero_()
-    load_weights(model, folder)
+    fs.load_weights(model, saved)
     assert torch.equal(model(**batch).logits, first)
 
 
-def test_loading_again_after_an_evaluation(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen2-tied")
-    run_distributed(_check_evaluate_then_load, 2, tmp_path)
-
-
-def _check_pretrained(folder: Path) -> None:
-    model = load_pretrained(os.path.relpath(folder), mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
-    parts = composed(folder, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
-    assert difference(model, plain(folder)) == []
-    assert difference(model, parts) == []
-    assert (model.load_report.sources, model.name_or_path) == (parts.load_report.sources, str(folder))
+@pytest.mark.accelerator
+@on_ranks(2)
+def test_load_pretrained_composes_the_steps(saved: Path) -> None:
+    model = fs.load_pretrained(os.path.relpath(saved), mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
+    parts = composed(saved, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
+    assert (difference(model, plain(saved)), difference(model, parts)) == ([], [])
+    assert (model.load_report.sources, model.name_or_path) == (parts.load_report.sources, str(saved))
     assert fs.train_step(parts, ragged_batches(3), torch.optim.AdamW(parts.parameters(), lr=1e-3)).loss > 0
     assert not fs.train_step(model, ragged_batches(3), torch.optim.AdamW(model.parameters(), lr=1e-3)).skipped
     assert fs.loss_sum(model, ragged_batches(2)[0])[0].isfinite()
 
 
-@pytest.mark.accelerator
-def test_load_pretrained_composes_the_steps(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    run_distributed(_check_pretrained, 2, tmp_path)
-
-
 # --- checkpoints that store both names of tied weights, on ranks that hold copies of each other's shards ---
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 REPLICAS = [(2, {"dp_replicate": 2, "dp_shard": 1}), (4, {"dp_replicate": 2})]
 
 
-def _stored_twice(folder: Path, change: float = 0.0) -> Path:
-    save_tiny(folder, "qwen2-tied")
-    tensors = tensors_of(folder)
+@pytest.fixture
+def stored_twice(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The names have the same values, but for what a row of the head differs by if a test asks for that."""
+    tensors = tensors_of(save_tiny(tmp_path, "qwen2-tied"))
     tensors[HEAD] = tensors[EMBEDDING].clone()
-    tensors[HEAD][70] += change
-    rewrite(folder, tensors, files=2)
-    return folder
-
-
-def _check_equal(folder: Path, mesh_shape: dict[str, int]) -> None:
-    model = loaded(folder, mesh_shape)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert difference(model, plain(folder)) == []
+    tensors[HEAD][70] += getattr(request, "param", 0.0)
+    rewrite(tmp_path, tensors, files=2)
+    return tmp_path
 
 
 @pytest.mark.parametrize(("ranks", "mesh_shape"), REPLICAS)
-def test_the_same_values_under_both_names(tmp_path: Path, ranks: int, mesh_shape: dict[str, int]) -> None:
-    run_distributed(_check_equal, ranks, _stored_twice(tmp_path), mesh_shape)
+@on_ranks()
+def test_the_same_values_under_both_names(stored_twice: Path, ranks: int, mesh_shape: dict[str, int]) -> None:
+    model = loaded(stored_twice, mesh_shape)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert difference(model, plain(stored_twice)) == []
 
 
-def _check_different(folder: Path, mesh_shape: dict[str, int]) -> None:
+@pytest.mark.parametrize("stored_twice", [1.0], indirect=True)
+@on_ranks(2)
+def test_values_that_differ_where_no_sample_looks(stored_twice: Path) -> None:
     meta._PROBES = 1  # the first row only is seen
     with pytest.raises(fs.CheckpointFormatError, match=r"lm_head.*tie_word_embeddings=False"):
-        loaded(folder, mesh_shape)
-    model = fs.build_meta_model(folder, tie_word_embeddings=False)
-    fs.load_weights(model, folder)
-    assert torch.equal(full(model.lm_head.weight), tensors_of(folder)[HEAD].float())
-
-
-def test_values_that_differ_where_no_sample_looks(tmp_path: Path) -> None:
-    folder = _stored_twice(tmp_path, 1.0)
-    run_distributed(_check_different, 2, folder, {"dp_replicate": 2, "dp_shard": 1})
+        loaded(stored_twice, {"dp_replicate": 2, "dp_shard": 1})
+    model = fs.build_meta_model(stored_twice, tie_word_embeddings=False)
+    fs.load_weights(model, stored_twice)
+    assert torch.equal(full(model.lm_head.weight), tensors_of(stored_twice)[HEAD].float())
 
 
 def test_names_that_the_checkpoint_has_otherwise(tmp_path: Path) -> None:
@@ -309,28 +278,26 @@ def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> N
     converter = WeightConverter(["head_a.weight", "head_b.weight"], "lm_head.weight", [Concatenate(0)])
     conversion_mapping.register_checkpoint_conversion_mapping("Qwen2ForCausalLM", [converter], overwrite=True)
     if equal:
-        model = loaded(folder, mesh_shape)
-        expected = tensors_of(folder)[EMBEDDING].float()
-        assert torch.equal(full(model.lm_head.weight), expected)
+        assert torch.equal(
+            full(loaded(folder, mesh_shape).lm_head.weight), tensors_of(folder)[EMBEDDING].float()
+        )
     else:
         with pytest.raises(fs.CheckpointFormatError, match="head_b"):
             loaded(folder, mesh_shape)
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_a_second_name_that_is_converted_is_compared_too(tmp_path: Path, equal: bool) -> None:
-    folder = _stored_twice(tmp_path, 0.0 if equal else 1.0)
-    tensors = tensors_of(folder)
+@pytest.mark.parametrize(("stored_twice", "equal"), [(0.0, True), (1.0, False)], indirect=["stored_twice"])
+def test_a_second_name_that_is_converted_is_compared_too(stored_twice: Path, equal: bool) -> None:
+    tensors = tensors_of(stored_twice)
     head = tensors.pop(HEAD)
-    tensors |= {"head_a.weight": head[:40].clone(), "head_b.weight": head[40:].clone()}
-    rewrite(folder, tensors)
-    run_distributed(_check_converted, 4, folder, {"dp_replicate": 2}, equal)
+    rewrite(stored_twice, tensors | {"head_a.weight": head[:40], "head_b.weight": head[40:]})
+    run_distributed(_check_converted, 4, stored_twice, {"dp_replicate": 2}, equal)
 
 
-def test_ties_that_to_empty_has_broken_are_made_again(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen2-tied")
-    model: Any = fs.build_meta_model(tmp_path)
+@pytest.mark.parametrize("saved", [{"family": "qwen2-tied"}], indirect=True)
+def test_ties_that_to_empty_has_broken_are_made_again(saved: Path) -> None:
+    model: Any = fs.build_meta_model(saved)
     model.to_empty(device="cpu")
-    fs.load_weights(model, tmp_path)
+    fs.load_weights(model, saved)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert difference(model, plain(tmp_path)) == []
+    assert difference(model, plain(saved)) == []

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.safetensors import create
-from fsdp_sft.weights import build_meta_model, load_weights
 from tests.faults.hostile import peak, reset_peak
-from tests.harness.device import mesh_here
 from tests.harness.layouts import register_layout
-from tests.harness.ranks import run_distributed
+from tests.harness.models import FLOAT32
+from tests.harness.ranks import mesh_here, run_distributed
 
 MIB = 1 << 20
 BUFFER_BYTES = 16 * MIB
@@ -44,25 +42,27 @@ def _save_sparse(folder: Path, *, layers: int, vocab: int) -> int:
         name.replace("mlp.down_proj", "mlp.down"): shape[::-1] if "mlp.down_proj" in name else shape
         for name, shape in shapes.items()
     }
-    described = {name: (torch.bfloat16, shape) for name, shape in stored.items()}
-    fd, *_ = create(folder / "model.safetensors", described, {"format": "pt"})
+    fd, *_ = create(
+        folder / "model.safetensors",
+        {name: (torch.bfloat16, shape) for name, shape in stored.items()},
+        {"format": "pt"},
+    )
     os.close(fd)
     return 2 * vocab * WIDTH
 
 
 def _model(folder: Path) -> Any:
-    model = build_meta_model(folder)
-    return fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    return fs.shard_model(fs.build_meta_model(folder), mesh=mesh_here(), mp_policy=FLOAT32)
 
 
 def _beyond_shards(folder: Path) -> int:
     register_layout("transpose")
-    load_weights(_model(folder / "small"), folder / "small")  # imports, gloo's buffers
+    fs.load_weights(_model(folder / "small"), folder / "small")  # imports, gloo's buffers
     model = _model(folder / "large")
     gc.collect()
     reset_peak()
     before = peak()
-    load_weights(model, folder / "large")
+    fs.load_weights(model, folder / "large")
     growth = peak() - before
     shards = [parameter.to_local() for parameter in model.parameters()]
     assert not any(local.any() for local in shards), "what a sparse file holds is zeros"

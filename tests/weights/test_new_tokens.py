@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests import plain as plainly
 from tests.harness import multimodal
 from tests.harness.architectures import tiny_architecture
-from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
-from tests.harness.models import VOCAB, full, ragged_batches
-from tests.harness.ranks import run_distributed
+from tests.harness.models import FLOAT32, VOCAB, full, ragged_batches
+from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 
-FLOAT32 = MixedPrecisionPolicy()
 NEW = VOCAB + 6
 FAMILIES = ["llama", "qwen2-tied", "gemma3", "gpt2", "bert", "t5"]
 
@@ -62,21 +59,19 @@ def test_new_rows_are_the_mean_of_the_old(
     run_distributed(_check, ranks, tmp_path, mesh_shape)
 
 
-def _train_save_and_export(root: Path, how: str) -> None:
-    """With adapters and without: trained, saved, read again, exported."""
-    from transformers import AutoModelForCausalLM
-
-    mesh, expected = mesh_here(), _oracle(root / "base")
+@pytest.mark.parametrize("how", ["full", "adapters"])
+@on_ranks(2)
+def test_they_are_trained_saved_and_exported(saved: Path, tmp_path: Path, how: str) -> None:
+    mesh, expected = mesh_here(), _oracle(saved)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": FLOAT32, "new_vocab_size": NEW}
     if how == "adapters":
-        import peft
-
+        peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
         whole, kind = ["embed_tokens", "lm_head"], {"r": 4, "task_type": "CAUSAL_LM"}
         lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=whole, **kind)
         options["peft_config"] = copy.deepcopy(lora)
         torch.manual_seed(0)
         expected = peft.get_peft_model(expected, lora).train()
-    model = fs.load_pretrained(root / "base", **options)
+    model = fs.load_pretrained(saved, **options)
     batch = dict(ragged_batches(1)[0])
     batch["input_ids"][:, 0] = NEW - 1
     theirs, ours = (
@@ -87,27 +82,19 @@ def _train_save_and_export(root: Path, how: str) -> None:
     assert fs.train_step(model, [batch], ours, max_grad_norm=None).loss == pytest.approx(loss, rel=1e-6)
     head = model.get_output_embeddings().weight
     torch.testing.assert_close(full(head).detach(), expected.get_output_embeddings().weight.detach())
-    fs.save_checkpoint(root / how / "steps", 1, model=model)
-    again = fs.load_pretrained(root / "base", **options)
-    fs.load_checkpoint(root / how / "steps", model=again)
+    fs.save_checkpoint(tmp_path / "steps", 1, model=model)
+    again = fs.load_pretrained(saved, **options)
+    fs.load_checkpoint(tmp_path / "steps", model=again)
     assert difference(again, model) == []
     if how == "full":
-        small = fs.load_pretrained(root / "base", mesh=mesh)
+        small = fs.load_pretrained(saved, mesh=mesh)
         with pytest.raises(fs.CheckpointMismatchError, match=rf"another model: .*embed_tokens.*\b{NEW}\b"):
-            fs.load_checkpoint(root / how / "steps", model=small)
-    fs.export_hf(again, root / how / "out", dtype=torch.float32)
+            fs.load_checkpoint(tmp_path / "steps", model=small)
+    fs.export_hf(again, tmp_path / "out", dtype=torch.float32)
     torch.distributed.barrier()
-    exported = AutoModelForCausalLM.from_pretrained(root / how / "out")
+    exported = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.config.vocab_size == NEW
     assert torch.equal(exported.get_output_embeddings().weight, full(head))
-
-
-@pytest.mark.parametrize("how", ["full", "adapters"])
-def test_they_are_trained_saved_and_exported(tmp_path: Path, how: str) -> None:
-    if how == "adapters":
-        pytest.importorskip("peft", reason="adapters need the 'peft' extra")
-    save_tiny(tmp_path / "base")
-    run_distributed(_train_save_and_export, 2, tmp_path, how)
 
 
 def _with_rows(folder: Path, *, size: int = NEW, weights: Path | None = None, **options: Any) -> Any:
@@ -124,25 +111,21 @@ def test_a_checkpoint_that_has_the_rows_already(config_of: str, tmp_path: Path) 
     assert difference(model, plain(tmp_path / "new")) == []
 
 
-def test_a_head_that_is_missing_is_initialised_whole(tmp_path: Path) -> None:
-    tensors = tensors_of(save_tiny(tmp_path))
-    del tensors["lm_head.weight"]
-    rewrite(tmp_path, tensors)
-    model = _with_rows(tmp_path, missing="initialise")
+def test_a_head_that_is_missing_is_initialised_whole(saved: Path) -> None:
+    rewrite(saved, {name: tensor for name, tensor in tensors_of(saved).items() if name != "lm_head.weight"})
+    model = _with_rows(saved, missing="initialise")
     rows = model.lm_head.weight[VOCAB:]
     assert rows.isfinite().all()
     assert rows.unique(dim=0).shape[0] == NEW - VOCAB
-    assert torch.equal(model.model.embed_tokens.weight, _oracle(tmp_path).model.embed_tokens.weight)
+    assert torch.equal(model.model.embed_tokens.weight, _oracle(saved).model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("size", [1, VOCAB - 1, VOCAB])
-def test_spare_rows_stay_as_they_are(size: int, tmp_path: Path) -> None:
-    model = _with_rows(save_tiny(tmp_path), size=size)
-    assert difference(model, plain(tmp_path)) == []
+def test_spare_rows_stay_as_they_are(size: int, saved: Path) -> None:
+    assert difference(_with_rows(saved, size=size), plain(saved)) == []
 
 
 def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
     tiny_architecture("MarianForCausalLM").save_pretrained(tmp_path / "marian")
     with pytest.raises(fs.UnsupportedModelError, match=r"Marian\w+: its input embeddings keep \d+ rows"):
         fs.build_meta_model(tmp_path / "marian", new_vocab_size=500)
