@@ -93,6 +93,8 @@ def test_truncation():
         ({"truncation": "middle"}, "truncation must be one of 'right', 'left', 'error', got 'middle'"),
         ({"empty_reasoning": "error"}, "empty_reasoning must be one of 'mask', 'train', got 'error'"),
         ({"on_dropped": "ignore"}, "on_dropped must be one of 'error', 'count', got 'ignore'"),
+        ({"train_reasoning": "no"}, "train_reasoning must be one of True, False"),
+        ({"train_on": "all", "train_reasoning": False}, 'contradicts train_on="all"'),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer of at least 1, got 0"),
     ],
 )
@@ -175,8 +177,7 @@ ROWS = [chat("a", "hello"), chat("only a question"), chat("b", "c", "d", "e")]
 @pytest.mark.parametrize("pad_token", ["<|im_end|>", "<pad>", None])
 def test_batches_are_padded_by_length(multiple, pad_token):
     tokenizer = ct.byte_tokenizer("chatml-eos", pad_token=pad_token)
-    collator = SFTCollator(tokenizer, max_length=45, pad_to_multiple_of=multiple)
-    batch = collator(ROWS)
+    batch = SFTCollator(tokenizer, max_length=45, pad_to_multiple_of=multiple)(ROWS)
     assert list(batch) == ["input_ids", "attention_mask", "labels"]
     encoded = [encode_chat(row, tokenizer, max_length=45) for row in ROWS]
     longest = max(len(item.input_ids) for item in encoded)
@@ -195,8 +196,7 @@ def test_batches_are_padded_by_length(multiple, pad_token):
 def test_the_collator_takes_encoded_rows_and_survives_pickling():
     collator = pickle.loads(pickle.dumps(SFTCollator(CHATML, max_length=30, train_on="last")))
     encoded = [encode_chat(row, CHATML, train_on="last") for row in ROWS]
-    as_dicts = [{"input_ids": item.input_ids, "labels": item.labels} for item in encoded]
-    for rows in (encoded, as_dicts):
+    for rows in (encoded, [{"input_ids": item.input_ids, "labels": item.labels} for item in encoded]):
         assert_same(collator(rows), collator(ROWS))
 
 
@@ -252,19 +252,20 @@ def test_render_labels_refuses_labels_of_something_else(labels):
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("ids", "labels", "says"),
     [
-        {"input_ids": [1, 1 << 70], "labels": [1, 2]},
-        {"input_ids": [1, 2], "labels": [1, -(1 << 70)]},
-        {"input_ids": [1, 2.5], "labels": [1, 2]},
-        {"input_ids": [1, None], "labels": [1, 2]},
+        ([1, 1 << 70], [1, 2], "must be"),
+        ([1, 2], [1, -(1 << 70)], "must be"),
+        ([1, 2.5], [1, 2], "must be"),
+        ([1, None], [1, 2], "must be"),
+        ([1, 2, 3], [1, 2], "one length"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
-def test_numbers_that_no_batch_can_hold(row):
+def test_encoded_rows_that_no_batch_can_hold(ids, labels, says):
     collate = SFTCollator(CHATML, max_length=8)
-    for one in (row, EncodedChat(**row)):
-        with pytest.raises(ValueError, match="must be"):
+    for one in ({"input_ids": ids, "labels": labels}, EncodedChat(ids, labels)):
+        with pytest.raises(ValueError, match=says):
             collate([one])
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -160,15 +161,15 @@ def test_what_a_damaged_file_claims_is_not_made(tmp_path: Path) -> None:
     first = stored(rows(20), tmp_path)
     (path,) = first.path.iterdir()
     tensors, sound = load_file(path), path.read_bytes()
-    metadata = {"counts": json.dumps([first.counts["kept"], {}, {}])}
-    for number in (2**30, -5, 0):
-        lengths = torch.cat([tensors["lengths"][:-1], torch.tensor([number], dtype=torch.int32)])
-        save_file({**tensors, "lengths": lengths}, path, metadata)
-        with pytest.raises(fs.CheckpointCorruptError, match="do not belong together; delete it"):
+    sizes, counts = tensors["lengths"], json.dumps([first.counts["kept"], {}, {}])
+    wrong = [torch.cat([sizes[:-1], sizes.new_tensor([number])]) for number in (2**30, -5, 0)]
+    for lengths, said, says in (
+        *((each, counts, "do not belong together; delete it") for each in wrong),
+        (sizes, "[]", "is damaged"),
+    ):
+        save_file({**tensors, "lengths": lengths}, path, {"counts": said})
+        with pytest.raises(fs.CheckpointCorruptError, match=says):
             fs.EncodedDataset(first.path)
-    save_file(tensors, path, {"counts": "[]"})
-    with pytest.raises(fs.CheckpointCorruptError, match="is damaged"):
-        fs.EncodedDataset(first.path)
     path.write_bytes(sound)
     assert list(fs.EncodedDataset(first.path)) == list(first)
 
@@ -235,16 +236,12 @@ def test_what_cannot_be_read_is_said(given: Any, says: str, tmp_path: Path) -> N
         stored(given, tmp_path)
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     left = Path(stored(rows(5), tmp_path).path)
     (left / "00000-of-00001.safetensors").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(module.os, "replace", full)
-        with pytest.raises(OSError, match="no space"):
-            stored(rows(5), tmp_path)
+    full = mock.patch.object(module.os, "replace", side_effect=OSError(errno.ENOSPC, "no space left"))
+    with full, pytest.raises(OSError, match="no space"):
+        stored(rows(5), tmp_path)
     assert list(left.iterdir()) == []
 
 
@@ -266,19 +263,12 @@ def test_batches_and_packs_of_it(tmp_path: Path) -> None:
 
 
 def _together(cache: Path, number: int) -> tuple[str, list[int]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SHARD_ROWS", 8)
-        begun: list[int] = []
-        encode = module._encode_shard
-
-        def noted(path: Path, first: int, *rest: Any) -> Any:
-            begun.append(first)
-            return encode(path, first, *rest)
-
-        patch.setattr(module, "_encode_shard", noted)
+    """Where the rows are, and the first row of each shard that this rank has made."""
+    counted = mock.patch.object(module, "_encode_shard", wraps=module._encode_shard)
+    with mock.patch.object(module, "_SHARD_ROWS", 8), counted as encode:
         encoded = stored(rows(number), cache)
     assert list(encoded) == plainly(rows(number))
-    return str(encoded.path), begun
+    return str(encoded.path), [call.args[1] for call in encode.call_args_list]
 
 
 def test_ranks_share_one_encoding(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_sft import EncodedChat, RowError, SFTCollator, encode_chat, encode_dataset, filter_rows
+from fsdp_sft import RowError, SFTCollator, encode_chat, encode_dataset, filter_rows
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, chat, shown
 
@@ -89,11 +89,6 @@ def test_what_breaks_a_template_is_its_refusal() -> None:
     tokenizer = ct.byte_tokenizer("chatml", template="{{ 1 // (messages | length - 2) }}" + ct.CHATML)
     rows = [chat("q", "a", "r", "b"), chat("q", "a")]
     assert filter_rows(rows, tokenizer, on_error="count")[1] == {"kept": 1, "refused_by_template": 1}
-
-
-def test_an_encoded_row_of_two_lengths() -> None:
-    with pytest.raises(ValueError, match="one length"):
-        SFTCollator(TOKENIZERS["chatml"], max_length=10)([EncodedChat([1, 2, 3], [1, 2])])
 
 
 @pytest.mark.parametrize(
@@ -184,6 +179,5 @@ def test_a_processor_is_used_by_its_tokenizer(tmp_path: Any) -> None:
     expected = encode_chat(rows[0], TOKENIZER)
     assert encode_chat(rows[0], processor) == expected
     assert filter_rows(rows, processor, max_length=200)[0] == rows
-    batch = SFTCollator(processor, max_length=200)(rows)
-    assert batch["input_ids"][0].tolist() == expected.input_ids
+    assert SFTCollator(processor, max_length=200)(rows)["input_ids"][0].tolist() == expected.input_ids
     assert list(encode_dataset(rows, processor, max_length=200, cache_dir=tmp_path)) == [expected]

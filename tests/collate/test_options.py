@@ -76,11 +76,7 @@ def test_reasoning_that_is_not_printed_changes_nothing() -> None:
     assert shown(answer("d"), own, train_reasoning=False) == shown(answer("d"), own)
 
 
-def test_reasoning_options() -> None:
-    with pytest.raises(ValueError, match="train_reasoning must be one of True, False"):
-        encode_chat(answer("a"), CHATML, train_reasoning="no")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='contradicts train_on="all"'):
-        SFTCollator(CHATML, max_length=9, train_on="all", train_reasoning=False)
+def test_an_answer_of_reasoning_alone_trains_its_end() -> None:
     only = answer("<think>hm</think>")
     labels = SFTCollator(CHATML, max_length=999, train_reasoning=False)([only])["labels"]
     assert CHATML.decode(labels[labels != IGNORE_INDEX]) == "<|im_end|>"

@@ -22,7 +22,6 @@ def test_a_question_without_an_answer_has_no_prompt_to_differ() -> None:
 
 
 def trained(row: dict[str, Any], own: Any) -> list[str]:
-    """The stretches that are trained."""
     return re.findall(r"⟦(.*?)⟧", shown(row, own), re.DOTALL)
 
 

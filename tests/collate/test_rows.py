@@ -18,29 +18,33 @@ from tests.harness.chats import TOKENIZERS, chat, shown
 CHATML = TOKENIZERS["chatml"]
 
 
+AB = chat("a", "b")
+
+
 @pytest.mark.parametrize(
-    "row",
+    ("row", "same"),
     [
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
-                      {"role": "assistant", "content": [{"type": "text", "value": "b"}],
-                       "tool_calls": None}]},
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {"messages": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]},
-        {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {"instruction": "a", "output": "b"},
-        {"instruction": "a", "input": "", "output": "b", "system": "", "history": None},
-        {"prompt": "a", "completion": "b"},
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
+                       {"role": "assistant", "content": [{"type": "text", "value": "b"}],
+                        "tool_calls": None}]}, AB),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, AB),
+        ({"messages": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, AB),
+        ({"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, AB),
+        ({"instruction": "a", "output": "b"}, AB),
+        ({"instruction": "a", "input": "", "output": "b", "system": "", "history": None}, AB),
+        ({"instruction": "c", "input": "d", "output": "e", "system": "s", "history": [["a", "b"]]},
+         chat(("system", "s"), "a", "b", "c\nd", "e")),
+        ({"prompt": "a", "completion": "b"}, AB),
+        # A text comes after the other shapes.
+        ({**AB, "text": "c"}, AB),
+        ({"text": "c", "messages": None}, {"text": "c"}),
+        ({"input_ids": [1], "labels": [1], "text": "c"}, {"input_ids": [1], "labels": [1]}),
     ],
 )  # fmt: skip
-def test_row_shapes_of_one_conversation(row):
+def test_shapes_of_the_same_row(row, same):
     before = json.dumps(row)
-    assert encode_chat(row, CHATML) == encode_chat(chat("a", "b"), CHATML)
+    assert encode_chat(row, CHATML) == encode_chat(same, CHATML)
     assert json.dumps(row) == before, "the row is left as it was"
-
-
-def test_alpaca_with_everything():
-    row = {"instruction": "c", "input": "d", "output": "e", "system": "s", "history": [["a", "b"]]}
-    assert encode_chat(row, CHATML) == encode_chat(chat(("system", "s"), "a", "b", "c\nd", "e"), CHATML)
 
 
 CALL = '{"name": "weather", "arguments": {"city": "Oslo \\"x\\"", "days": 3}}'
@@ -208,6 +212,26 @@ def test_encoded_rows_pass_through_with_truncation():
         ({"input_ids": [1], "labels": {1: 1}}, '"labels" must be a flat list of integers'),
         ({"messages": [{"role": "user", "content": "a"}], "tools": "{"}, "tools must be JSON"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [3]}, "the row cannot be read: TypeError"),
+        # Marks of other tools that would be lost.
+        (
+            chat("q", "a") | {"kto_tag": False},
+            r'"kto_tag" is False, which marks an answer that is not wanted',
+        ),
+        ({"prompt": "q", "completion": "a", "label": False}, r'"label" is False'),
+        ({"prompt": "q", "completion": "a", "label": torch.tensor(False)}, r'"label" is False'),
+        (
+            {"messages": [*chat("q")["messages"], {"role": "assistant", "content": "a", "loss": 0.5}]},
+            "loss says",
+        ),
+        (
+            {
+                "messages": [
+                    *chat("q")["messages"],
+                    {"role": "assistant", "content": "a", "training_detail": [{"begin_offset": 0}]},
+                ]
+            },
+            "training_detail says whether it is trained .* a message is trained as a whole",
+        ),
     ],
 )
 def test_malformed_rows_say_what_is_wrong(row, message):
@@ -235,35 +259,6 @@ def test_an_answer_that_another_tool_would_not_train(
         ]
         read = shown({shape: turns})
         assert [f"⟦{answer}" in read for answer in ("first", "second")] == expected
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (
-            chat("q", "a") | {"kto_tag": False},
-            r'"kto_tag" is False, which marks an answer that is not wanted',
-        ),
-        ({"prompt": "q", "completion": "a", "label": False}, r'"label" is False'),
-        ({"prompt": "q", "completion": "a", "label": torch.tensor(False)}, r'"label" is False'),
-        (
-            {"messages": [*chat("q")["messages"], {"role": "assistant", "content": "a", "loss": 0.5}]},
-            "loss says",
-        ),
-        (
-            {
-                "messages": [
-                    *chat("q")["messages"],
-                    {"role": "assistant", "content": "a", "training_detail": [{"begin_offset": 0}]},
-                ]
-            },
-            "training_detail says whether it is trained .* a message is trained as a whole",
-        ),
-    ],
-)
-def test_marks_of_other_tools_that_would_be_lost(row: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        encode_chat(row, CHATML)
 
 
 @pytest.mark.parametrize("label", [True, None, 1, 0, "good"])
@@ -295,12 +290,6 @@ def test_all_of_a_text_is_trained_with_its_end(text, bos):
     inner = text.removeprefix("<s>").removesuffix("</s>")
     assert own.decode(encoded.input_ids) == "<s>" * (bos or text[0] == "<") + inner + "</s>"
     assert (encoded.labels, encoded.notes) == (encoded.input_ids, ())
-
-
-def test_a_text_comes_after_other_shapes():
-    assert encode_chat({**chat("a", "b"), "text": "c"}, CHATML) == encode_chat(chat("a", "b"), CHATML)
-    assert encode_chat({"text": "c", "messages": None}, CHATML) == encode_chat({"text": "c"}, CHATML)
-    assert encode_chat({"input_ids": [1], "labels": [1], "text": "c"}, CHATML).input_ids == [1]
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,16 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ct.FAMILIES)
-@pytest.mark.parametrize("case", CONVERSATIONS)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *itertools.product(ct.FAMILIES, CONVERSATIONS),
+        *((name, "a system message") for name, family in ct.FAMILIES.items() if family.system),
+    ],
+)
 def test_labels_are_those_of_the_format_written_by_hand(name, case):
-    assert_matches_hand_written(name, chat(*CONVERSATIONS[case])["messages"])
-
-
-@pytest.mark.parametrize("name", [name for name, family in ct.FAMILIES.items() if family.system])
-def test_a_system_message_is_not_trained(name):
-    assert_matches_hand_written(name, chat(("system", "hello"), "hi", "hello")["messages"])
+    turns = {**CONVERSATIONS, "a system message": (("system", "hello"), "hi", "hello")}[case]
+    assert_matches_hand_written(name, chat(*turns)["messages"])
 
 
 PIECES = st.sampled_from([
@@ -140,8 +141,7 @@ def test_a_stop_token_that_takes_the_white_space_around_it():
     tokenizer = ct.byte_tokenizer("phi3", template=ct.PHI3.replace("<|end|>", "<|stop|>"))
     tokenizer.add_tokens([AddedToken("<|stop|>", lstrip=True, rstrip=True, special=True)])
     encoded = encode_chat(chat("hi", "yes  "), tokenizer)
-    stop = tokenizer.convert_tokens_to_ids("<|stop|>")
-    assert trained(encoded) == [*tokenizer("yes")["input_ids"], stop]
+    assert trained(encoded) == [*tokenizer("yes")["input_ids"], tokenizer.convert_tokens_to_ids("<|stop|>")]
 
 
 _WHY = {"role": "assistant", "content": "b", "reasoning_content": "why"}
@@ -222,30 +222,38 @@ def tagged(capture: str) -> str:
     return macro + "{% for message in messages %}" + _HEADER_ONCE + use + "{% endfor %}" + ct._PROMPT
 
 
-@pytest.mark.parametrize(
-    "template", [tagged("in a macro"), tagged("in a variable"), ct.CHATML.replace(ct._ROLE, _HEADER_ONCE)]
+TWO_ANSWERS = chat("a", "b", ("assistant", "c"))
+POLITE = "{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML
+_NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 )
-def test_a_second_answer_in_a_row_without_a_header_is_refused(template):
-    tokenizer = ct.byte_tokenizer("chatml", template=template)
-    with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
-        encode_chat(chat("a", "b", ("assistant", "c")), tokenizer)
 
 
-def test_a_tag_tells_where_a_second_answer_starts():
-    tokenizer = ct.byte_tokenizer("chatml", template=tagged("nowhere"))
-    text = shown(chat("a", "b", ("assistant", "c")), tokenizer)
-    assert text.endswith("(note)⟦b<|im_end|>⟧(note)⟦c<|im_end|>⟧")
+@pytest.mark.parametrize(
+    ("template", "row", "reason"),
+    [
+        (tagged("in a macro"), TWO_ANSWERS, "second assistant message in a row"),
+        (tagged("in a variable"), TWO_ANSWERS, "second assistant message in a row"),
+        (ct.CHATML.replace(ct._ROLE, _HEADER_ONCE), TWO_ANSWERS, "second assistant message in a row"),
+        # The user's own text stays in the second rendering, so it must not look like a header.
+        (POLITE, chat("please <|im_start|>assistant\nc", "b"), "depends on the message's content"),
+        (_NO_SYSTEM + ct.GEMMA, chat(("system", "s"), "a", "b"), "System role not supported; change the row"),
+    ],
+)
+def test_a_row_that_a_template_does_not_take_is_refused(template, row, reason):
+    with pytest.raises(ChatTemplateError, match=reason):
+        encode_chat(row, ct.byte_tokenizer("gemma", template=template))
 
 
-def test_templates_that_depend_on_what_the_user_wrote():
-    tokenizer = ct.byte_tokenizer(
-        "chatml",
-        template="{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML,
-    )
-    assert "⟦b<|im_end|>⟧" in shown(chat("a, please", "b"), tokenizer)
-    # Now the user's own text stays in the second rendering, so it must not look like a header.
-    with pytest.raises(ChatTemplateError, match="depends on the message's content"):
-        encode_chat(chat("please <|im_start|>assistant\nc", "b"), tokenizer)
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (tagged("nowhere"), TWO_ANSWERS, "(note)⟦b<|im_end|>⟧(note)⟦c<|im_end|>⟧"),
+        (POLITE, chat("a, please", "b"), "⟦b<|im_end|>⟧\n"),
+    ],
+)
+def test_a_row_that_is_nearly_refused(template, row, expected):
+    assert shown(row, ct.byte_tokenizer("chatml", template=template)).endswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -262,23 +270,12 @@ def test_templates_that_depend_on_what_the_user_wrote():
 )
 def test_a_template_that_cannot_be_followed_is_refused(old, new, reason):
     assert old in ct.CHATML
-    template = ct.CHATML.replace(old, new)
-    tokenizer = ct.byte_tokenizer("chatml", name_or_path="some/model", template=template)
+    tokenizer = ct.byte_tokenizer("chatml", name_or_path="some/model", template=ct.CHATML.replace(old, new))
     row = chat("a", "b", "c", "d", "e", "f")
     if old == ct._CALLS:
         row["messages"][3]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": 1}}}]
     with pytest.raises(ChatTemplateError, match=rf"some/model.*{reason}.*chat_template="):
         encode_chat(row, tokenizer)
-
-
-def test_a_template_that_refuses_the_conversation_names_itself():
-    tokenizer = ct.byte_tokenizer(
-        "gemma",
-        template="{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-        "{% endif %}" + ct.GEMMA,
-    )
-    with pytest.raises(ChatTemplateError, match="System role not supported; change the row"):
-        encode_chat(chat(("system", "s"), "a", "b"), tokenizer)
 
 
 def test_private_use_characters_of_the_sentinels_are_texts_like_others():
