@@ -79,7 +79,6 @@ def test_the_plan_packs_what_shards_pack(shards: Any, family: str, kind: str) ->
 
 
 def _packed(config: Any, run: fs.Run) -> list[Any]:
-    """The matrices that a plan packs."""
     return [
         layout for group in build_skeleton(config, run).groups for layout in group_sizes(group, run).packed
     ]
@@ -97,7 +96,6 @@ def test_what_a_config_leaves_in_16_bits_is_not_packed() -> None:
 
 
 def _advice(config: Any, num_gpus: int, gpu: str, **options: Any) -> str:
-    """What would fit."""
     job = {"seq_length": 2048, "global_batch_size": num_gpus, "attention_mask": False, **options}
     with pytest.raises(fs.NoPlanError) as error:
         fs.plan_run(config, num_gpus=num_gpus, gpu=gpu, **job)

@@ -297,11 +297,20 @@ def test_what_an_estimate_rests_on_is_noted() -> None:
 
 
 def _quantised(**settings: Any) -> Any:
-    config = tf.LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
-    config.quantization_config = settings
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    return tf.LlamaConfig(**sizes, quantization_config=settings)
+
+
+def _experts(**options: Any) -> Any:
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    routed = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 64}
+    config = tf.Qwen3MoeConfig(**{**sizes, **heads, **routed, **options})
+    config._experts_implementation = "grouped_mm"
     return config
 
 
+EXPERTS = _experts()
 BITSANDBYTES = _quantised(quant_method="bitsandbytes", load_in_4bit=True)
 BLOOM = tf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256)
 BAMBA = tf.BambaConfig(
@@ -310,10 +319,7 @@ BAMBA = tf.BambaConfig(
 )  # fmt: skip
 ENCODER_DECODER = tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
 PICTURES = tf.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-ODD_EXPERTS = tf.Qwen3MoeConfig(
-    hidden_size=128, moe_intermediate_size=60, num_hidden_layers=2, num_experts=16, vocab_size=512
-)
-ODD_EXPERTS._experts_implementation = "grouped_mm"
+ODD_EXPERTS = _experts(moe_intermediate_size=60)
 
 
 @pytest.mark.parametrize(
@@ -361,13 +367,17 @@ def test_bad_arguments_are_refused(config: Any, options: dict[str, Any], message
         (PICTURES, {}, ValueError, "AutoModelForCausalLM"),
         (ODD_EXPERTS, {}, fs.UnsupportedModelError, "multiple of 16 bytes"),
         (_quantised(quant_method="torchao"), {}, fs.CheckpointFormatError, "torchao"),
+        (EXPERTS, {"ep_size": 3}, ValueError, "ep_size=3 does not divide the 16 experts"),
+        (EXPERTS, {"ep_size": 4}, ValueError, "dp_replicate x cp x ep_size must divide num_gpus"),
+        (EXPERTS, {"ep_size": 2, "cp": 2}, ValueError, "one of cp and ep_size has to be 1"),
+        (TINY, {"ep_size": 2}, fs.UnsupportedModelError, "no plan by which ranks share out experts"),
     ],
 )
 def test_a_model_that_cannot_be_followed_is_refused(
     config: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        estimate_memory(config, fs.Run(**SMALL, **options))
+        estimate_memory(config, fs.Run(**{**SMALL, "num_gpus": 6}, **options))
 
 
 def test_the_estimate_leaves_the_model_and_the_config_alone() -> None:
@@ -432,20 +442,10 @@ EXPERTS_JOB: dict[str, Any] = {
 }
 
 
-def _experts_config(**overrides: Any) -> Any:
-    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    experts = {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 64}
-    config = tf.Qwen3MoeConfig(
-        vocab_size=512, intermediate_size=256, num_hidden_layers=4, **sizes, **experts, **overrides
-    )
-    config._experts_implementation = "grouped_mm"
-    return config
-
-
 def test_checkpointed_blocks_keep_what_their_routers_chose() -> None:
     each = 512 * (128 * 2 + 8 * 8)  # the input in bfloat16, and eight indices of a token
     said, dense = (
-        estimate_memory(_experts_config(mlp_only_layers=layers), fs.Run(**EXPERTS_JOB, sac_ratio=1))
+        estimate_memory(_experts(mlp_only_layers=layers), fs.Run(**EXPERTS_JOB, sac_ratio=1))
         for layers in ([], [0, 1, 2, 3])
     )
     assert (said.activation_bytes, dense.activation_bytes) == (4 * each, 4 * 512 * 128 * 2)
@@ -453,26 +453,10 @@ def test_checkpointed_blocks_keep_what_their_routers_chose() -> None:
 
 
 def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
-    run, config = {**EXPERTS_JOB, "num_gpus": 4, "sac_ratio": 1}, _experts_config()
-    alone, shared = (estimate_memory(config, fs.Run(**run, ep_size=n)).breakdown for n in (1, 4))
+    run = {**EXPERTS_JOB, "num_gpus": 4, "sac_ratio": 1}
+    alone, shared = (estimate_memory(EXPERTS, fs.Run(**run, ep_size=n)).breakdown for n in (1, 4))
     assert shared["parameters (shards)"] == alone["parameters (shards)"]
     assert shared["gathered parameters"] < alone["gathered parameters"]
-    plans = fs.plan_run(config, num_gpus=4, seq_length=512, global_batch_size=8, gpu="h100", ep_size=4)
+    plans = fs.plan_run(EXPERTS, num_gpus=4, seq_length=512, global_batch_size=8, gpu="h100", ep_size=4)
     assert all(plan.run.ep_size == 4 and plan.time.exchange > 0 for plan in plans)
     assert "ep_size=4" in plans[0].code()
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "error", "message"),
-    [
-        (_experts_config(), {"ep_size": 3}, ValueError, "ep_size=3 does not divide the 16 experts"),
-        (_experts_config(), {"ep_size": 4}, ValueError, "dp_replicate x cp x ep_size must divide num_gpus"),
-        (_experts_config(), {"ep_size": 2, "cp": 2}, ValueError, "one of cp and ep_size has to be 1"),
-        (TINY, {"ep_size": 2}, fs.UnsupportedModelError, "no plan by which ranks share out experts"),
-    ],
-)
-def test_experts_that_ranks_cannot_share_out_are_named(
-    config: Any, options: dict[str, int], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        estimate_memory(config, fs.Run(**{**EXPERTS_JOB, "num_gpus": 6}, **options))

@@ -162,11 +162,13 @@ def test_the_command_line_prints_plans_and_bars(folder: Path, capsys: pytest.Cap
 
 
 def test_the_command_line_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(_arguments(folder.parent)) == 2
-    assert main([*_arguments(folder), "--gpu", "h100-many"]) == 2
-    assert "gpu must be one of gb200" in capsys.readouterr().err
-    assert main([*_arguments(folder), "--gpu", "mine=0.05,989,3350"]) == 1
-    assert "What would fit" in capsys.readouterr().out
+    for words, code, says in (
+        (_arguments(folder.parent), 2, "does not read the config"),
+        (_arguments(folder, "--gpu", "h100-many"), 2, "gpu must be one of gb200"),
+        (_arguments(folder, "--gpu", "mine=0.05,989,3350"), 1, "What would fit"),
+    ):
+        assert main(words) == code
+        assert says in "".join(capsys.readouterr())
 
 
 def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
