@@ -94,10 +94,15 @@ def conversation(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]] 
             _think(messages[-1], draw, text)
             if draw.random() < 0.15:
                 break
-            for call in calls:
-                result = json.dumps({"sky": text()})
-                name = call["function"]["name"]
-                messages.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": result})
+            messages += [
+                {
+                    "role": "tool",
+                    "name": call["function"]["name"],
+                    "tool_call_id": call["id"],
+                    "content": json.dumps({"sky": text()}),
+                }
+                for call in calls
+            ]
         messages.append({"role": "assistant", "content": text()})
         _think(messages[-1], draw, text)
     kwargs = draw.choice(KWARGS)
@@ -115,9 +120,7 @@ def _think(message: dict[str, Any], draw: random.Random, text: Any) -> None:
 def judge(tokenizer: Any, seed: int, specials: list[str]) -> tuple[str, str]:
     """(ending, details)."""
     messages, tools, kwargs = conversation(seed)
-    row: dict[str, Any] = {"messages": messages, "chat_template_kwargs": kwargs}
-    if tools:
-        row["tools"] = tools
+    row = {"messages": messages, "chat_template_kwargs": kwargs, **({"tools": tools} if tools else {})}
     if seed % 5 == 0:
         row["messages"] = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     adjust = partial(open_after_stops, tokenizer.chat_template)
@@ -164,14 +167,10 @@ def open_after_stops(
         except Exception:  # a chat that may not end there
             ending = ""
         same = next((i for i, (a, b) in enumerate(zip(text, ending, strict=False)) if a != b), len(ending))
-        if not own:
-            continue
-        if same <= end:  # it closes otherwise if more follows
+        if own and same <= end:  # it closes otherwise if more follows
             following = [p for leaf in leaves if leaf.message > index for p in leaf.positions]
-            marks[own : min(following, default=len(marks))] = [None] * (
-                min(following, default=len(marks)) - own
-            )
-        else:
+            end, same = own, min(following, default=len(marks))
+        if own:
             marks[end:same] = [None] * (same - end)
     if any(tag in template for tag in ("{% generation", "{%- generation")):  # which says whose white space is
         marks = [None if char.isspace() else mark for char, mark in zip(text, marks, strict=True)]
@@ -185,11 +184,9 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=NUMBER)
     arguments = parser.parse_args()
     total: Counter[str] = Counter()
-    for path in sorted(path for folder in arguments.folders for path in folder.glob("*.jinja")):
-        if arguments.only not in path.stem:
-            continue
-        template = path.read_text()
-        tokenizer, specials = tokenizer_for(template)
+    paths = (path for folder in arguments.folders for path in folder.glob("*.jinja"))
+    for path in sorted(path for path in paths if arguments.only in path.stem):
+        tokenizer, specials = tokenizer_for(path.read_text())
         counts: Counter[str] = Counter()
         for seed in range(arguments.number):
             ending, details = judge(tokenizer, seed, specials)

@@ -67,14 +67,13 @@ def trained_characters(render: Render, messages: list[dict[str, Any]], stops: li
 
 
 def _open_zones(render: Render, text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    header = _plain_prompt(render)
     before = re.search(r"(?:</?think[^<>]*>|<\|channel>thought|<channel\|>|\s)*$", text[:start])
-    assert before is not None
-    if before[0].strip():
+    if before and before[0].strip():
         yield start - len(before[0]), start
     within = re.match(r"\s*(?:<think>\s*)?(?:</think>\s*)?", text[start:end])
-    if within and "think>" in _plain_prompt(render):
+    if within and "think>" in header:
         yield start, start + len(within[0])
-    header = _plain_prompt(render)
     if header.strip() and text.startswith(header, start):
         yield start, start + len(header)
 
@@ -93,7 +92,7 @@ def expected(
     for render in renders:
         try:
             marks = trained_characters(render, messages, stops)
-            marks = marks if adjust is None else adjust(render, messages, marks)
+            marks = adjust(render, messages, marks) if adjust else marks
             return render(messages, False), marks, leaves_out(render, messages)
         except CannotTellError as error:
             reason = str(error)
@@ -124,8 +123,7 @@ def exchanged(render: Render, messages: list[dict[str, Any]], text: str) -> list
             other = _other(char)
             if other is None or index in tags:  # templates look for these
                 continue
-            changed = _with(messages, message, path, value[:index] + other + value[index + 1 :])
-            again = render(changed, False)
+            again = render(_with(messages, message, path, value[:index] + other + value[index + 1 :]), False)
             if len(again) != len(text):
                 raise CannotTellError("the length of the rendering depends on what is written")
             where = tuple(i for i, (a, b) in enumerate(zip(text, again, strict=True)) if a != b)
@@ -173,12 +171,11 @@ def _turn(
     ceiling = min([position for position in others if position >= after], default=len(text))
     found = [(text.find(stop, after), len(stop)) for stop in stops if stop in text[after:]]
     # Punctuation at the end of a content cannot be exchanged, but it is the content's.
-    tail = _tail(messages[index], bool(found))
+    tail = _tail(messages[index])
     if found:
         at, length = min(found, key=lambda pair: (pair[0], -pair[1]))
         # A stop that the message itself has written after its last letter is not the end of the turn.
-        skipped = tail.count(text[at : at + length])
-        for _ in range(skipped):
+        for _ in range(tail.count(text[at : at + length])):
             at = text.index(text[at : at + length], at + length)
         if at < ceiling:
             return start, at + length
@@ -226,13 +223,10 @@ def _common(first: str, second: str) -> int:
     return common
 
 
-def _tail(message: dict[str, Any], with_stop: bool) -> str:
+def _tail(message: dict[str, Any]) -> str:
     """What follows the last letter or digit of a message's content."""
-    if "tool_calls" in message:
-        return ""
-    content = str(message["content"])
-    last = max((i for i, char in enumerate(content) if _other(char) is not None), default=-1)
-    return content[last + 1 :]
+    content = "" if "tool_calls" in message else str(message["content"])
+    return content[max((i + 1 for i, char in enumerate(content) if _other(char) is not None), default=0) :]
 
 
 def _strings(messages: list[dict[str, Any]]) -> Iterator[tuple[int, Path, str]]:
@@ -261,8 +255,7 @@ def _with(messages: list[dict[str, Any]], message: int, path: Path, value: str) 
     place: Any = changed[message]
     for key in path[:-1]:
         place = place[key]
-    kind = type(place[path[-1]])
-    place[path[-1]] = kind(value)
+    place[path[-1]] = type(place[path[-1]])(value)
     return changed
 
 
@@ -299,10 +292,6 @@ def chats(specials: list[str], prompt: str, count: int = 30) -> list[tuple[str, 
         count: How many at least.
     """
 
-    def turns(*texts: str) -> list[dict[str, Any]]:
-        roles = ("user", "assistant")
-        return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-
     quote = prompt + "no" + (specials[0] if specials else "")
     found: list[tuple[str, list[dict[str, Any]], Any]] = [
         ("plain", turns("hi", "hello"), None),
@@ -320,7 +309,7 @@ def chats(specials: list[str], prompt: str, count: int = 30) -> list[tuple[str, 
         ("tools unused", turns("hi", "hello"), TOOLS),
         ("braces", turns("{{ x }}", "{% y %} z", "<b>", "</b> 1"), None),
     ]
-    found += _reasoning(turns) + _tool_chats()
+    found += _reasoning() + _tool_chats()
     generator, quoted = random.Random(0), [f"a{special}b" for special in specials[:3]]
     while len(found) < count:
         texts = [
@@ -331,15 +320,16 @@ def chats(specials: list[str], prompt: str, count: int = 30) -> list[tuple[str, 
     return found
 
 
-def _reasoning(turns: Callable[..., list[dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]], Any]]:
-    last = turns("hi", "one", "more", "two")
-    last[3]["reasoning_content"] = "let me see"
-    both = turns("hi", "one", "more", "two")
-    both[1]["reasoning_content"] = "think a"
-    both[3]["reasoning_content"] = "think b"
+def turns(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def _reasoning() -> list[tuple[str, list[dict[str, Any]], Any]]:
+    hi, one, more, two = turns("hi", "one", "more", "two")
+    first, last = {**one, "reasoning_content": "think a"}, {**two, "reasoning_content": "think b"}
     return [
-        ("reasoning", last, None),
-        ("reasoning twice", both, None),
+        ("reasoning", [hi, one, more, {**two, "reasoning_content": "let me see"}], None),
+        ("reasoning twice", [hi, first, more, last], None),
         ("think tags", turns("hi", "<think>\nabc\n</think>\n\nAnswer", "so", "<think>d</think>e"), None),
     ]
 
@@ -352,15 +342,13 @@ def _tool_chats() -> list[tuple[str, list[dict[str, Any]], Any]]:
     def answer(content: str, number: int) -> dict[str, Any]:
         return {"role": "tool", "name": "weather", "content": content, "tool_call_id": f"call{number:05d}"}
 
-    user = {"role": "user", "content": "weather?"}
+    user, done = turns("weather?", "sunny")
     one = {"role": "assistant", "content": "", "tool_calls": [call("Oslo", 1)]}
-    said = {"role": "assistant", "content": "I look", "tool_calls": [call("Oslo", 1)]}
-    two = {"role": "assistant", "content": "", "tool_calls": [call("Oslo", 1), call("Rome", 2)]}
-    done = {"role": "assistant", "content": "sunny"}
-    rain = json.dumps({"sky": "rain"})
+    said = {**one, "content": "I look"}
+    two = {**one, "tool_calls": [call("Oslo", 1), call("Rome", 2)]}
     return [
         ("tool call last", [user, one], TOOLS),
-        ("tool call", [user, one, answer(rain, 1), done], TOOLS),
+        ("tool call", [user, one, answer(json.dumps({"sky": "rain"}), 1), done], TOOLS),
         ("tool call with text", [user, said, answer("fine", 1), done], TOOLS),
         ("two tool calls", [user, two, answer("a b", 1), answer("c", 2), done], TOOLS),
         (

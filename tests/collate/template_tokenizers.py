@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -28,22 +29,17 @@ def byte_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pairs)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(sorted({*SPECIAL.findall(template), *stops, eos, "<s>", "<pad>"}))
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=eos, bos_token="<s>", pad_token="<pad>"
-    )
-    wrapped.chat_template = template
-    return wrapped
+    tokens = {"eos_token": eos, "bos_token": "<s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens, chat_template=template)
 
 
 def tokenizer_for(template: str, *, pairs: bool = False) -> tuple[PreTrainedTokenizerFast, list[str]]:
     """(tokenizer with the first special token after an answer for EOS, all special tokens)."""
     tokenizer = byte_tokenizer(template, [], "</s>", pairs=pairs)
-    chat = [{"role": role, "content": content} for role, content in (("user", "qqq"), ("assistant", "zzz"))]
     for form in forms(tokenizer, None, {}):
-        try:
-            found = SPECIAL.search(form(chat, False).rpartition("zzz")[2])
-        except Exception:  # not in this form
-            continue
+        found = None
+        with suppress(Exception):  # of another form
+            found = SPECIAL.search(form(chat("qqq", "zzz")["messages"], False).rpartition("zzz")[2])
         if found:
             tokenizer = byte_tokenizer(template, [], found[0], pairs=pairs)
             break
@@ -80,9 +76,9 @@ def forms(tokenizer: Any, tools: Any, kwargs: dict[str, Any]) -> Iterator[Render
 
 
 def tokenizer(template: str, *tokens: str, eos: str = "</s>") -> Any:
-    made = ct.byte_tokenizer("chatml", template=template, eos_token=eos)
-    made.add_special_tokens({"additional_special_tokens": list(tokens)})
-    return made
+    return ct.byte_tokenizer(
+        "chatml", template=template, eos_token=eos, additional_special_tokens=list(tokens)
+    )
 
 
 def turns(header: str, closing: str, last: str | None = None) -> str:

@@ -1,13 +1,13 @@
 """Options, batches, filtering and rendering of chats."""
 
 import pickle
+import re
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-import fsdp_sft as fs
 from fsdp_sft import (
     IGNORE_INDEX,
     ChatTemplateError,
@@ -20,16 +20,26 @@ from fsdp_sft import (
 )
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, chat, marks, shown
+from tests.harness.packs import assert_same
+
+CHATML = TOKENIZERS["chatml"]
 
 
-def test_train_on():
+def bare(text: str) -> str:
+    return text.replace("⟦", "").replace("⟧", "")
+
+
+@pytest.mark.parametrize(
+    ("train_on", "trained"), [("last", "d"), ({"user", "assistant"}, "abcd"), ({"system"}, "s")]
+)
+def test_train_on(train_on, trained):
+    text = shown(chat(("system", "s"), "a", "b", "c", "d"), train_on=train_on)
+    assert re.findall("⟦(.*?)⟧", text) == [f"{letter}<|im_end|>" for letter in trained]
+
+
+def test_train_on_all():
     row = chat(("system", "s"), "a", "b", "c", "d")
-    assert shown(row, train_on="last").count("⟦") == 1
-    assert "⟦d<|im_end|>⟧" in shown(row, train_on="last")
-    assert shown(row, train_on="all") == "⟦" + shown(row).replace("⟦", "").replace("⟧", "") + "⟧"
-    both = shown(row, train_on={"user", "assistant"})
-    assert [both.count(f"⟦{text}<|im_end|>⟧") for text in "sabcd"] == [0, 1, 1, 1, 1]
-    assert "⟦s<|im_end|>⟧" in shown(row, train_on={"system"})
+    assert shown(row, train_on="all") == "⟦" + bare(shown(row)) + "⟧"
 
 
 @pytest.mark.parametrize(
@@ -40,12 +50,11 @@ def test_messages_can_be_switched_off(key, off, on):
     row["messages"][1][key], row["messages"][3][key] = off, on
     text = shown(row)
     assert "b<|im_end|>" in text
-    assert text.count("⟦") == 1
-    assert "⟦d<|im_end|>⟧" in text
+    assert re.findall("⟦(.*?)⟧", text) == ["d<|im_end|>"]
     with pytest.raises(ValueError, match='"all" trains every token, and message 1 is not to be trained'):
         shown(row, train_on="all")
     row["messages"][3][key] = off
-    assert encode_chat(row, TOKENIZERS["chatml"], train_on="last").num_targets == 0
+    assert encode_chat(row, CHATML, train_on="last").num_targets == 0
 
 
 @pytest.mark.parametrize("key", ["weight", "loss_weight", "train", "loss", "loss_scale"])
@@ -54,22 +63,20 @@ def test_flags_that_say_neither_yes_nor_no_are_refused(key, value):
     row = chat("a", "b")
     row["messages"][1][key] = value
     with pytest.raises(ValueError, match=rf"{key} says whether it is trained and must be 0 or 1"):
-        encode_chat(row, TOKENIZERS["chatml"])
+        encode_chat(row, CHATML)
 
 
 def test_truncation():
-    tokenizer, row = TOKENIZERS["chatml"], chat("a", "hello", "b", "c")
+    tokenizer, row = CHATML, chat("a", "hello", "b", "c")
     whole = encode_chat(row, tokenizer)
-    first = marks(whole).index(True)
-    right = encode_chat(row, tokenizer, max_length=first + 2)
-    assert (right.input_ids, right.labels) == (whole.input_ids[: first + 2], whole.labels[: first + 2])
-    assert right.num_targets == 2
-    into_answer = len(whole.input_ids) - first - 2
-    left = encode_chat(row, tokenizer, max_length=into_answer, truncation="left")
-    assert (left.input_ids, left.labels) == (whole.input_ids[first + 2 :], whole.labels[first + 2 :])
-    # The first token is a target without anything in front of it, so the shift takes it away.
+    cut = marks(whole).index(True) + 2
+    right = encode_chat(row, tokenizer, max_length=cut)
+    left = encode_chat(row, tokenizer, max_length=len(whole.input_ids) - cut, truncation="left")
+    for part, kept in ((right, slice(cut)), (left, slice(cut, None))):
+        assert (part.input_ids, part.labels) == (whole.input_ids[kept], whole.labels[kept])
+    # The first token on the left is a target without anything in front of it, so the shift takes it away.
     assert left.labels[0] != IGNORE_INDEX
-    assert left.num_targets == whole.num_targets - 3
+    assert (right.num_targets, left.num_targets) == (2, whole.num_targets - 3)
     assert encode_chat(row, tokenizer, max_length=len(whole.input_ids), truncation="error") == whole
     with pytest.raises(ValueError, match=r"max_length is 5; raise max_length, drop the row"):
         encode_chat(row, tokenizer, max_length=5, truncation="error")
@@ -86,17 +93,20 @@ def test_truncation():
         ({"truncation": "middle"}, "truncation must be one of 'right', 'left', 'error', got 'middle'"),
         ({"empty_reasoning": "error"}, "empty_reasoning must be one of 'mask', 'train', got 'error'"),
         ({"on_dropped": "ignore"}, "on_dropped must be one of 'error', 'count', got 'ignore'"),
+        ({"train_reasoning": "no"}, "train_reasoning must be one of True, False"),
+        ({"train_on": "all", "train_reasoning": False}, 'contradicts train_on="all"'),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer of at least 1, got 0"),
     ],
 )
 def test_options_are_checked_before_any_row_is_seen(options, message):
-    with pytest.raises(ValueError, match=message):
-        SFTCollator(TOKENIZERS["chatml"], **{"max_length": 8, **options})
-    if "pad_to_multiple_of" not in options:
+    calls = [
+        lambda: SFTCollator(CHATML, **{"max_length": 8, **options}),
+        lambda: encode_chat(chat("a", "b"), CHATML, **options),
+        lambda: filter_rows([chat("a", "b")], CHATML, **options),
+    ]
+    for call in calls[:1] if "pad_to_multiple_of" in options else calls:
         with pytest.raises(ValueError, match=message):
-            encode_chat(chat("a", "b"), TOKENIZERS["chatml"], **options)
-        with pytest.raises(ValueError, match=message):
-            filter_rows([chat("a", "b")], TOKENIZERS["chatml"], **options)
+            call()
 
 
 @pytest.mark.parametrize(
@@ -108,9 +118,9 @@ def test_options_are_checked_before_any_row_is_seen(options, message):
 )
 def test_filters_and_data_sets_check_their_options_before_any_row_is_read(options, error, tmp_path):
     with error:
-        filter_rows(map(pytest.fail, ["a row was read"]), TOKENIZERS["chatml"], **options)
+        filter_rows(map(pytest.fail, ["a row was read"]), CHATML, **options)
     with error:
-        encode_dataset([chat("q", "a")], TOKENIZERS["chatml"], cache_dir=tmp_path, max_length=8, **options)
+        encode_dataset([chat("q", "a")], CHATML, cache_dir=tmp_path, max_length=8, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -133,7 +143,7 @@ def test_a_template_that_takes_no_row_is_one_error_and_no_row_is_to_blame(templa
     ):
         with pytest.raises(ChatTemplateError, match=f"^(the chat template of )?TokenizersBackend.* {says}"):
             calls()
-    encoded = encode_chat(rows[0], TOKENIZERS["chatml"])
+    encoded = encode_chat(rows[0], CHATML)
     ids = {"input_ids": encoded.input_ids, "labels": encoded.labels}
     assert filter_rows([ids], own)[1] == {"kept": 1}
     assert len(encode_dataset([ids], own, max_length=99, cache_dir=tmp_path)) == 1
@@ -141,19 +151,15 @@ def test_a_template_that_takes_no_row_is_one_error_and_no_row_is_to_blame(templa
 
 
 def test_tokenizers_that_cannot_be_used_are_refused():
-    bare = ct.byte_tokenizer("chatml")
-    bare.chat_template = None
-    assert encode_chat(chat("a", "b"), bare, chat_template=ct.CHATML) == encode_chat(
-        chat("a", "b"), TOKENIZERS["chatml"]
-    )
+    own, row = ct.byte_tokenizer("chatml"), chat("a", "b")
+    own.chat_template = None
+    assert encode_chat(row, own, chat_template=ct.CHATML) == encode_chat(row, CHATML)
 
     class Slow(PreTrainedTokenizerFast):
         is_fast = property(lambda self: False)
 
-    slow = Slow(tokenizer_object=bare.backend_tokenizer)
-    slow.chat_template = ct.CHATML
     with pytest.raises(ValueError, match="gives no character offsets"):
-        encode_chat(chat("a", "b"), slow)
+        encode_chat(row, Slow(tokenizer_object=own.backend_tokenizer), chat_template=ct.CHATML)
 
 
 def test_named_templates_and_a_template_for_tools():
@@ -171,36 +177,27 @@ ROWS = [chat("a", "hello"), chat("only a question"), chat("b", "c", "d", "e")]
 @pytest.mark.parametrize("pad_token", ["<|im_end|>", "<pad>", None])
 def test_batches_are_padded_by_length(multiple, pad_token):
     tokenizer = ct.byte_tokenizer("chatml-eos", pad_token=pad_token)
-    collator = SFTCollator(tokenizer, max_length=45, pad_to_multiple_of=multiple)
-    batch = collator(ROWS)
+    batch = SFTCollator(tokenizer, max_length=45, pad_to_multiple_of=multiple)(ROWS)
     assert list(batch) == ["input_ids", "attention_mask", "labels"]
     encoded = [encode_chat(row, tokenizer, max_length=45) for row in ROWS]
     longest = max(len(item.input_ids) for item in encoded)
     length = -(-longest // (multiple or 1)) * (multiple or 1)
-    for row, item in enumerate(encoded):
-        size = len(item.input_ids)
-        for key, value, filler in (
-            ("input_ids", item.input_ids, tokenizer.pad_token_id or 0),
-            ("labels", item.labels, IGNORE_INDEX),
-            ("attention_mask", [1] * size, 0),
-        ):
-            expected = torch.full((length,), filler)
-            expected[:size] = torch.tensor(value)
-            assert batch[key].dtype == torch.int64
-            assert batch[key].shape == (3, length)
-            torch.testing.assert_close(batch[key][row], expected, rtol=0, atol=0)
+    for key, values, filler in (
+        ("input_ids", [item.input_ids for item in encoded], tokenizer.pad_token_id or 0),
+        ("labels", [item.labels for item in encoded], IGNORE_INDEX),
+        ("attention_mask", [[1] * len(item.input_ids) for item in encoded], 0),
+    ):
+        assert batch[key].dtype == torch.int64
+        assert batch[key].tolist() == [value + [filler] * (length - len(value)) for value in values]
     assert (batch["labels"][1] == IGNORE_INDEX).all(), "a row without a target stays a row"
     assert (batch["labels"][0] == tokenizer.eos_token_id).sum() == 1, "the real end-of-turn token is trained"
 
 
 def test_the_collator_takes_encoded_rows_and_survives_pickling():
-    collator = pickle.loads(pickle.dumps(SFTCollator(TOKENIZERS["chatml"], max_length=30, train_on="last")))
-    encoded = [encode_chat(row, TOKENIZERS["chatml"], train_on="last") for row in ROWS]
-    expected = collator(ROWS)
-    as_dicts = [{"input_ids": item.input_ids, "labels": item.labels} for item in encoded]
-    for rows in (encoded, as_dicts):
-        for key, value in collator(rows).items():
-            torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
+    collator = pickle.loads(pickle.dumps(SFTCollator(CHATML, max_length=30, train_on="last")))
+    encoded = [encode_chat(row, CHATML, train_on="last") for row in ROWS]
+    for rows in (encoded, [{"input_ids": item.input_ids, "labels": item.labels} for item in encoded]):
+        assert_same(collator(rows), collator(ROWS))
 
 
 def test_filter_rows_counts_by_reason():
@@ -208,71 +205,67 @@ def test_filter_rows_counts_by_reason():
     off["messages"][1]["train"] = False
     encoded = EncodedChat([1, 2], [IGNORE_INDEX] * 2)
     rows = [*ROWS, off, silent, encoded, {"input_ids": [1, 2], "labels": [1, IGNORE_INDEX]}]
-    kept, counts = filter_rows(rows, TOKENIZERS["chatml"], max_length=80)
-    assert kept == [ROWS[0], ROWS[2]]
-    assert counts == {
-        "kept": 2,
-        "no_target": 4,
-        "truncated_away": 1,
-    }
-    assert all(encode_chat(row, TOKENIZERS["chatml"], max_length=80).num_targets for row in kept)
-    _, counts = filter_rows([chat("a", ""), chat("a", "b")], TOKENIZERS["glm"])
+    kept, counts = filter_rows(rows, CHATML, max_length=80)
+    assert (kept, counts) == ([ROWS[0], ROWS[2]], {"kept": 2, "no_target": 4, "truncated_away": 1})
+    assert all(encode_chat(row, CHATML, max_length=80).num_targets for row in kept)
+    counts = filter_rows([chat("a", ""), chat("a", "b")], TOKENIZERS["glm"])[1]
     assert counts == {"kept": 1, "no_target": 1, "no_end_of_turn": 1}
-    _, counts = filter_rows([*ROWS, chat(("system", "s"), "b")], TOKENIZERS["chatml"], train_on={"system"})
+    counts = filter_rows([*ROWS, chat(("system", "s"), "b")], CHATML, train_on={"system"})[1]
     assert counts == {"kept": 1, "no_target": 3}
 
 
-def test_filter_rows_names_the_row_that_is_malformed():
-    with pytest.raises(ValueError, match=r"row 1: messages\[0\] has the role 'bot'"):
-        filter_rows([chat("a", "b"), chat(("bot", "x"))], TOKENIZERS["chatml"])
-    silent = chat("a", "b")
-    silent["messages"][1]["reasoning"] = "c"
-    with pytest.raises(ChatTemplateError, match=r"row 1: the chat template of .* does not print"):
-        filter_rows([chat("a", "b"), silent], TOKENIZERS["chatml"])
+SILENT = chat("a", "b")
+SILENT["messages"][1]["reasoning"] = "c"
 
 
-def test_filter_rows_refuses_to_keep_nothing():
-    with pytest.raises(ValueError, match=r"no row has a target; .*counted \{'kept': 0, 'no_target': 1\}"):
-        filter_rows([ROWS[1]], TOKENIZERS["chatml"])
-    with pytest.raises(ValueError, match="no row has a target"):
-        filter_rows([], TOKENIZERS["chatml"])
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([chat("a", "b"), chat(("bot", "x"))], ValueError, r"row 1: messages\[0\] has the role 'bot'"),
+        ([chat("a", "b"), SILENT], ChatTemplateError, r"row 1: the chat template of .* does not print"),
+        ([ROWS[1]], ValueError, r"no row has a target; .*counted \{'kept': 0, 'no_target': 1\}"),
+        ([], ValueError, "no row has a target"),
+    ],
+)
+def test_filter_rows_names_a_malformed_row_and_refuses_to_keep_nothing(rows, error, message):
+    with pytest.raises(error, match=message):
+        filter_rows(rows, CHATML)
 
 
 def test_render_labels():
-    tokenizer = TOKENIZERS["chatml"]
-    encoded = encode_chat(chat("é", "日本🙂"), tokenizer)
-    plain = render_labels(tokenizer, encoded.input_ids, encoded.labels, color=False)
+    encoded = encode_chat(chat("é", "日本🙂"), CHATML)
+    plain = render_labels(CHATML, encoded.input_ids, encoded.labels, color=False)
     assert plain == "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\n⟦日本🙂<|im_end|>⟧\n"
-    colored = render_labels(tokenizer, torch.tensor(encoded.input_ids), torch.tensor(encoded.labels))
+    colored = render_labels(CHATML, torch.tensor(encoded.input_ids), torch.tensor(encoded.labels))
     assert "\x1b[32;4m日本🙂<|im_end|>\x1b[0m\x1b[2m\n\x1b[0m" in colored
     split = [label if index % 2 else IGNORE_INDEX for index, label in enumerate(encoded.input_ids)]
-    whole = render_labels(tokenizer, encoded.input_ids, split, color=False)
-    assert whole.replace("⟦", "").replace("⟧", "") == plain.replace("⟦", "").replace("⟧", "")
-    escaped = encode_chat(chat("\x1b[2J", "b"), tokenizer)
-    assert "\x1b[2J" not in render_labels(tokenizer, escaped.input_ids, escaped.labels)
-    assert render_labels(tokenizer, [], []) == ""
+    assert bare(render_labels(CHATML, encoded.input_ids, split, color=False)) == bare(plain)
+    escaped = encode_chat(chat("\x1b[2J", "b"), CHATML)
+    assert "\x1b[2J" not in render_labels(CHATML, escaped.input_ids, escaped.labels)
+    assert render_labels(CHATML, [], []) == ""
 
 
 @pytest.mark.parametrize("labels", [[IGNORE_INDEX], [1, 1], [IGNORE_INDEX, 5]])
 def test_render_labels_refuses_labels_of_something_else(labels):
     with pytest.raises(ValueError, match="each label must be -100 or the id at its position"):
-        render_labels(TOKENIZERS["chatml"], [3, 4], labels)
+        render_labels(CHATML, [3, 4], labels)
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("ids", "labels", "says"),
     [
-        {"input_ids": [1, 1 << 70], "labels": [1, 2]},
-        {"input_ids": [1, 2], "labels": [1, -(1 << 70)]},
-        {"input_ids": [1, 2.5], "labels": [1, 2]},
-        {"input_ids": [1, None], "labels": [1, 2]},
+        ([1, 1 << 70], [1, 2], "must be"),
+        ([1, 2], [1, -(1 << 70)], "must be"),
+        ([1, 2.5], [1, 2], "must be"),
+        ([1, None], [1, 2], "must be"),
+        ([1, 2, 3], [1, 2], "one length"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
-def test_numbers_that_no_batch_can_hold(row):
-    collate = SFTCollator(TOKENIZERS["chatml"], max_length=8)
-    for one in (row, EncodedChat(**row)):
-        with pytest.raises(ValueError, match="must be"):
+def test_encoded_rows_that_no_batch_can_hold(ids, labels, says):
+    collate = SFTCollator(CHATML, max_length=8)
+    for one in ({"input_ids": ids, "labels": labels}, EncodedChat(ids, labels)):
+        with pytest.raises(ValueError, match=says):
             collate([one])
 
 
@@ -289,38 +282,38 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> Any:
+@pytest.fixture
+def own() -> Any:
     return ct.byte_tokenizer("chatml", template=TEMPLATE)
 
 
-def test_variables_of_the_row_go_before_those_of_the_call() -> None:
-    own, row = tokenizer(), chat("q", "a")
-    assert shown(row, own).startswith("[no date]")
-    assert shown(row, own, chat_template_kwargs={"date": "today"}).startswith("[today]")
-    row["chat_template_kwargs"] = {"date": "now", "enable_thinking": None}
-    assert shown(row, own, chat_template_kwargs={"date": "today"}).startswith("[now]")
+def with_variables(**variables: Any) -> dict[str, Any]:
+    return {**chat("q", "a"), "chat_template_kwargs": variables}
+
+
+def test_variables_of_the_row_go_before_those_of_the_call(own: Any) -> None:
+    row, today = with_variables(date="now", enable_thinking=None), {"date": "today"}
+    assert shown(chat("q", "a"), own).startswith("[no date]")
+    assert shown(chat("q", "a"), own, chat_template_kwargs=today).startswith("[today]")
+    assert shown(row, own, chat_template_kwargs=today).startswith("[now]")
     text = own.apply_chat_template(row["messages"], tokenize=False, date="now")
     assert own.decode(encode_chat(row, own).input_ids) == text
 
 
-def test_what_the_prompt_writes_with_them_is_not_trained() -> None:
-    own = tokenizer()
-    thinks, silent = chat("q", "a"), chat("q", "a")
-    silent["chat_template_kwargs"] = {"enable_thinking": False}
-    assert shown(thinks, own).endswith("assistant\n⟦a<|im_end|>⟧\n")
-    assert shown(silent, own).endswith("assistant\n<think></think>⟦a<|im_end|>⟧\n")
-    assert shown(thinks, own, chat_template_kwargs={"enable_thinking": False}) == shown(silent, own)
+def test_what_the_prompt_writes_with_them_is_not_trained(own: Any) -> None:
+    silent = shown(with_variables(enable_thinking=False), own)
+    assert shown(chat("q", "a"), own).endswith("assistant\n⟦a<|im_end|>⟧\n")
+    assert silent.endswith("assistant\n<think></think>⟦a<|im_end|>⟧\n")
+    assert shown(chat("q", "a"), own, chat_template_kwargs={"enable_thinking": False}) == silent
 
 
-def test_rows_of_one_batch_may_have_their_own() -> None:
-    own = tokenizer()
-    rows = [{**chat("q", "a"), "chat_template_kwargs": {"date": str(day)}} for day in range(3)]
+def test_rows_of_one_batch_may_have_their_own(own: Any) -> None:
+    rows = [with_variables(date=str(day)) for day in range(3)]
     batch = SFTCollator(own, max_length=99)(rows)
     assert [own.decode(ids)[:3] for ids in batch["input_ids"]] == ["[0]", "[1]", "[2]"]
     of_all = SFTCollator(own, max_length=99, chat_template_kwargs={"date": "7"})([chat("q", "a")])
     assert own.decode(of_all["input_ids"][0]).startswith("[7]")
-    kept, _ = filter_rows(rows, own, chat_template_kwargs={"date": "7"})
-    assert kept == rows
+    assert filter_rows(rows, own, chat_template_kwargs={"date": "7"})[0] == rows
 
 
 @pytest.mark.parametrize(
@@ -334,11 +327,11 @@ def test_rows_of_one_batch_may_have_their_own() -> None:
         (["x"], "cannot be read"),
     ],
 )
-def test_names_that_come_from_elsewhere_are_refused(given: Any, says: str) -> None:
+def test_names_that_come_from_elsewhere_are_refused(given: Any, says: str, own: Any) -> None:
     for call in (
-        lambda: fs.encode_chat(chat("q", "a"), tokenizer(), chat_template_kwargs=given),
-        lambda: fs.encode_chat({**chat("q", "a"), "chat_template_kwargs": given}, tokenizer()),
-        lambda: SFTCollator(tokenizer(), max_length=9, chat_template_kwargs=given)([chat("q", "a")]),
+        lambda: encode_chat(chat("q", "a"), own, chat_template_kwargs=given),
+        lambda: encode_chat({**chat("q", "a"), "chat_template_kwargs": given}, own),
+        lambda: SFTCollator(own, max_length=9, chat_template_kwargs=given)([chat("q", "a")]),
     ):
         with pytest.raises(ValueError, match=says):
             call()
@@ -352,6 +345,6 @@ NEEDS_TOOLS = (
 
 
 def test_a_template_that_takes_no_conversation_without_tools() -> None:
-    own = ct.byte_tokenizer("chatml", template=NEEDS_TOOLS)
     row = {**chat("q", "a"), "tools": [{"name": "f", "parameters": {}}]}
-    assert shown(row, own).endswith("assistant\n⟦a<|im_end|>⟧\n")
+    needing = ct.byte_tokenizer("chatml", template=NEEDS_TOOLS)
+    assert shown(row, needing).endswith("assistant\n⟦a<|im_end|>⟧\n")

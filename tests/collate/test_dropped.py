@@ -25,21 +25,15 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-SILENT = TEMPLATE.replace("message.reasoning_content and", "false and")
-
 
 def tokenizer(template: str = TEMPLATE) -> Any:
     return ct.byte_tokenizer("chatml", template=template)
 
 
-def with_call(content: str = "", **arguments: Any) -> dict[str, Any]:
-    call = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", **arguments}}}
-    return {
-        "messages": [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": content, "tool_calls": [call]},
-        ]
-    }
+def with_call(content: str = "", *more: tuple[str, str], **arguments: Any) -> dict[str, Any]:
+    row = chat("q", content, *more)
+    row["messages"][1]["tool_calls"] = [{"name": "f", "arguments": {"city": "Oslo", **arguments}}]
+    return row
 
 
 def thinking(row: dict[str, Any], at: int, key: str = "reasoning_content") -> dict[str, Any]:
@@ -59,109 +53,111 @@ def thinking(row: dict[str, Any], at: int, key: str = "reasoning_content") -> di
     ],
 )
 def test_a_text_that_is_not_printed_is_refused(row: dict[str, Any], says: str) -> None:
+    own = tokenizer()
     for refused in (
-        lambda: encode_chat(row, tokenizer()),
-        lambda: filter_rows([chat("q", "a"), row], tokenizer()),
-        lambda: SFTCollator(tokenizer(), max_length=99)([row]),
+        lambda: encode_chat(row, own),
+        lambda: filter_rows([chat("q", "a"), row], own),
+        lambda: SFTCollator(own, max_length=99)([row]),
     ):
         with pytest.raises(ChatTemplateError, match="does not print") as caught:
             refused()
         assert (says in str(caught.value), caught.value.reason) == (True, "dropped_text")
-    assert encode_chat(row, tokenizer(), on_dropped="count").notes == ("dropped",)
-    SFTCollator(tokenizer(), max_length=99, on_dropped="count")([row])
+    assert encode_chat(row, own, on_dropped="count").notes == ("dropped",)
+    SFTCollator(own, max_length=99, on_dropped="count")([row])
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_that_is_not_printed_is_refused(key: str) -> None:
-    row, own = thinking(chat("q", "a"), 1, key), tokenizer(SILENT)
+    row = thinking(chat("q", "a"), 1, key)
+    own = tokenizer(TEMPLATE.replace("message.reasoning_content and", "false and"))
     with pytest.raises(ChatTemplateError, match="the reasoning of message 1, 'let me see'"):
         encode_chat(row, own)
     assert encode_chat(row, own, on_dropped="count").notes == ("dropped",)
     assert encode_chat(row, own, train_reasoning=False).notes == ()
-    assert ChatTemplate(own).facts().reasoning_key == ""
-    assert ChatTemplate(tokenizer()).facts().reasoning_key == "reasoning_content"
+    keys = [ChatTemplate(each).facts().reasoning_key for each in (own, tokenizer())]
+    assert keys == ["", "reasoning_content"]
 
 
-def test_what_is_printed_is_no_loss() -> None:
-    for row in (
-        with_call(),
-        with_call(city="John's"),
-        with_call("  \n"),
-        thinking(chat("q", "a"), 1),
-        chat("q", "a", "r", ""),
-    ):
-        assert encode_chat(row, tokenizer()).notes == ()
-
-
-def test_reasoning_of_the_past_is_no_loss() -> None:
-    row = thinking(thinking(chat("q", "a", "r", "b"), 1), 3)
+@pytest.mark.parametrize(
+    ("row", "end"),
+    [
+        (with_call(), ""),
+        (with_call(city="John's"), ""),
+        (with_call("  \n"), ""),
+        (thinking(chat("q", "a"), 1), ""),
+        (chat("q", "a", "r", ""), ""),
+        # Reasoning of the past.
+        (thinking(thinking(chat("q", "a", "r", "b"), 1), 3), "⟦<think>let me see</think>b<|im_end|>⟧\n"),
+    ],
+)
+def test_what_is_printed_is_no_loss(row: dict[str, Any], end: str) -> None:
     assert encode_chat(row, tokenizer()).notes == ()
-    assert shown(row, tokenizer()).endswith("⟦<think>let me see</think>b<|im_end|>⟧\n")
+    assert shown(row, tokenizer()).endswith(end)
 
 
 def test_a_message_that_is_not_trained_may_be_left_out() -> None:
-    row = with_call("I look")
-    row["messages"] += [{"role": "tool", "content": "sun"}, {"role": "assistant", "content": "fine"}]
+    row = with_call("I look", ("tool", "sun"), ("assistant", "fine"))
     assert encode_chat(row, tokenizer(), train_on="last").notes == ()
     row["messages"][1]["train"] = False
     assert encode_chat(row, tokenizer()).notes == ()
 
 
-@pytest.mark.parametrize("kind", ["call beside text", "system left out"])
-def test_all_texts_are_trained_with_all(kind: str) -> None:
-    if kind == "call beside text":
-        row, template = with_call("I look"), TEMPLATE
-    else:
-        row, template = (
+@pytest.mark.parametrize(
+    ("row", "at", "template", "notes"),
+    [
+        (with_call("I look"), 1, TEMPLATE, ("dropped",)),
+        (
             chat(("system", "be kind"), "q", "a"),
+            0,
             TEMPLATE.replace(
                 "{{ '<|im_start|>' + message.role",
                 "{% if message.role == 'system' %}{% continue %}{% endif %}{{ '<|im_start|>' + message.role",
             ),
-        )
-    chat_of_all = encode_chat(row, tokenizer(template), train_on="all", on_dropped="count")
-    more = () if kind == "call beside text" else ("context_dropped",)
-    assert chat_of_all.notes == ("dropped", *more)
+            ("dropped", "context_dropped"),
+        ),
+    ],
+    ids=["call beside text", "system left out"],
+)
+def test_all_texts_are_trained_with_all(
+    row: dict[str, Any], at: int, template: str, notes: tuple[str, ...]
+) -> None:
+    own = tokenizer(template)
+    assert encode_chat(row, own, train_on="all", on_dropped="count").notes == notes
     with pytest.raises(ChatTemplateError):
-        encode_chat(row, tokenizer(template), train_on="all")
-    row["messages"][0 if kind != "call beside text" else 1]["weight"] = 0
+        encode_chat(row, own, train_on="all")
+    row["messages"][at]["weight"] = 0
     with pytest.raises(ValueError, match="is not to be trained: give the roles"):
-        encode_chat(row, tokenizer(template), train_on="all")
+        encode_chat(row, own, train_on="all")
 
 
 def test_counting_gives_reasons_indices_and_examples() -> None:
     rows = [chat("q", "a"), with_call("I look"), {"messages": "?"}, chat("q"), chat("q", "\udc80")]
     kept, counts = filter_rows(rows, tokenizer(), on_error="count")
-    assert kept == [rows[0]]
-    assert counts == {"kept": 1, "dropped_text": 1, "malformed": 2, "no_target": 1}
+    assert (kept, counts) == (rows[:1], {"kept": 1, "dropped_text": 1, "malformed": 2, "no_target": 1})
     assert list(counts.indices["malformed"]) == [2, 4]
     assert counts.examples["dropped_text"][0].startswith("row 1: the chat template of")
     assert "surrogates not allowed" in counts.examples["malformed"][1]
     assert set(counts) <= {"kept", *collator.REFUSALS, *notes.NOTES}
-    kept, counts = filter_rows(rows, tokenizer(), on_error="count", on_dropped="count")
-    assert kept == rows[:2]
-    assert counts == {"kept": 2, "dropped": 1, "malformed": 2, "no_target": 1}
+    found = filter_rows(rows, tokenizer(), on_error="count", on_dropped="count")
+    assert found == (rows[:2], {"kept": 2, "dropped": 1, "malformed": 2, "no_target": 1})
     _, counts = filter_rows([chat("q", "a"), *[with_call("I look")] * 50], tokenizer(), on_error="count")
-    assert len(counts.examples["dropped_text"]) == 20
-    assert len(counts.indices["dropped_text"]) == 50
-    with pytest.raises(ValueError, match="no row has a target") as caught:
+    assert [len(of["dropped_text"]) for of in (counts.examples, counts.indices)] == [20, 50]
+    with pytest.raises(ValueError, match=r"(?s)no row has a target.*row 0: the chat template"):
         filter_rows([rows[1]], tokenizer(), on_error="count")
-    assert "row 0: the chat template" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("options", "noted"),
     [
-        ({"max_length": 30}, True),
-        ({"max_length": 75}, False),
-        ({"max_length": 20, "truncation": "left"}, True),
-        ({"max_length": 20, "truncation": "left", "train_on": "last"}, False),
+        ({"max_length": 30}, {"answer_cut_off": 1}),
+        ({"max_length": 75}, {}),
+        ({"max_length": 20, "truncation": "left"}, {"answer_cut_off": 1}),
+        ({"max_length": 20, "truncation": "left", "train_on": "last"}, {}),
     ],
 )
-def test_an_answer_that_is_cut_off_whole_is_counted(options: dict[str, Any], noted: bool) -> None:
+def test_an_answer_that_is_cut_off_whole_is_counted(options: dict[str, Any], noted: dict[str, int]) -> None:
     row = chat("q", "first answer", "r", "second answer")
-    _, counts = filter_rows([row], tokenizer(), **options)
-    assert counts == ({"kept": 1, "answer_cut_off": 1} if noted else {"kept": 1})
+    assert filter_rows([row], tokenizer(), **options)[1] == {"kept": 1, **noted}
 
 
 # --- what a template leaves out in front of an answer, and rows of which less is trained than it seems ------
@@ -186,22 +182,15 @@ FOLDED = (
 )
 
 
-def _row(*more: dict[str, str], system: str = "You answer in French.") -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "system", "content": system},
-            {"role": "user", "content": "What is the capital?"},
-            *more,
-            {"role": "assistant", "content": "Paris."},
-        ]
-    }
+def _row(*more: tuple[str, str], system: str = "You answer in French.") -> dict[str, Any]:
+    return chat(("system", system), ("user", "What is the capital?"), *more, ("assistant", "Paris."))
 
 
 @pytest.mark.parametrize(
     ("template", "row"),
     [
         (NO_SYSTEM, _row()),
-        (NO_TOOL, _row({"role": "tool", "content": "It is in France."})),
+        (NO_TOOL, _row(("tool", "It is in France."))),
         (SHORTENED, _row()),
     ],
 )
@@ -213,12 +202,17 @@ def test_what_is_not_printed_in_front_of_an_answer_is_counted(template: str, row
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("template", [PRINTS_ALL, FOLDED, NO_SYSTEM])
-@pytest.mark.parametrize("system", ["You answer in French.", "", "  \n"])
-def test_what_is_printed_or_blank_is_not_counted(template: str, system: str) -> None:
-    if template == NO_SYSTEM and system.strip():
-        pytest.skip("counted, as above")
-    assert filter_rows([_row(system=system)], tokenizer(template))[1] == {"kept": 1}
+@pytest.mark.parametrize(
+    ("template", "systems"),
+    [
+        (PRINTS_ALL, ["You answer in French.", "", "  \n"]),
+        (FOLDED, ["You answer in French.", "", "  \n"]),
+        (NO_SYSTEM, ["", "  \n"]),
+    ],
+)
+def test_what_is_printed_or_blank_is_not_counted(template: str, systems: list[str]) -> None:
+    rows = [_row(system=system) for system in systems]
+    assert filter_rows(rows, tokenizer(template))[1] == {"kept": len(rows)}
 
 
 def test_rows_that_are_opened_again_warn_again(tmp_path: Any) -> None:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import fsdp_sft as fs
-from fsdp_sft import EncodedChat, SFTCollator, encode_chat, filter_rows
+from fsdp_sft import RowError, SFTCollator, encode_chat, encode_dataset, filter_rows
 from tests.harness import chat_templates as ct
-from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.chats import TOKENIZERS, chat, shown
 
 USER = {"role": "user", "content": "q"}
@@ -83,38 +81,30 @@ def test_any_number(number: float) -> None:
 
 
 def test_a_quoted_tag_is_text() -> None:
-    content = "<think>\nplan\n</think>\n\nWrite <think> to open, then 42."
-    assert shown(chat("q", content), train_reasoning=False).endswith(
-        "⟦Write <think> to open, then 42.<|im_end|>⟧\n"
-    )
+    row = chat("q", "<think>\nplan\n</think>\n\nWrite <think> to open, then 42.")
+    assert shown(row, train_reasoning=False).endswith("⟦Write <think> to open, then 42.<|im_end|>⟧\n")
 
 
 def test_what_breaks_a_template_is_its_refusal() -> None:
     tokenizer = ct.byte_tokenizer("chatml", template="{{ 1 // (messages | length - 2) }}" + ct.CHATML)
-    _, counts = filter_rows([chat("q", "a", "r", "b"), chat("q", "a")], tokenizer, on_error="count")
-    assert counts == {"kept": 1, "refused_by_template": 1}
+    rows = [chat("q", "a", "r", "b"), chat("q", "a")]
+    assert filter_rows(rows, tokenizer, on_error="count")[1] == {"kept": 1, "refused_by_template": 1}
 
 
-def test_an_encoded_row_of_two_lengths() -> None:
-    with pytest.raises(ValueError, match="one length"):
-        SFTCollator(TOKENIZERS["chatml"], max_length=10)([EncodedChat([1, 2, 3], [1, 2])])
-
-
-def test_any_mapping_and_any_sequence_will_do():
+@pytest.mark.parametrize(
+    ("mapping", "sequence"), [(collections.UserDict, collections.deque), (types.MappingProxyType, tuple)]
+)
+def test_any_mapping_and_any_sequence_will_do(mapping: Any, sequence: Any) -> None:
     plain = chat("q", "a", "r", "b")
-    messages = collections.deque(collections.UserDict(message) for message in plain["messages"])
-    row = collections.UserDict(messages=messages)
+    row = mapping({"messages": sequence(map(mapping, plain["messages"]))})
     assert encode_chat(row, TOKENIZERS["chatml"]) == encode_chat(plain, TOKENIZERS["chatml"])
-    tuples = {"messages": tuple(types.MappingProxyType(message) for message in plain["messages"])}
-    assert encode_chat(tuples, TOKENIZERS["chatml"]) == encode_chat(plain, TOKENIZERS["chatml"])
 
 
 # --- rows with images, videos or sounds are refused by name, in the shapes in which tools keep them ---------
 
-TOKENIZER = byte_tokenizer("chatml")
-CHAT = [{"role": "user", "content": "what is this?"}, {"role": "assistant", "content": "a cat"}]
+TOKENIZER = TOKENIZERS["chatml"]
+CHAT = chat("what is this?", "a cat")["messages"]
 TURNS = [{"from": "human", "value": "<image>\nwhat is this?"}, {"from": "gpt", "value": "a cat"}]
-PAIR = {"prompt": "what is this?", "completion": "a cat"}
 IDS = {"input_ids": [3, 4], "labels": [3, 4]}
 IMAGE = {"bytes": b"\x89PNG", "path": "cat.png"}
 
@@ -123,7 +113,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "LLaMA-Factory": ({"messages": CHAT, "images": ["cat.jpg"]}, "'images'"),
     "ms-swift": ({"messages": CHAT, "images": [{"bytes": None, "path": "cat.jpg"}]}, "'images'"),
     "TRL's messages": ({"messages": CHAT, "images": [IMAGE]}, "'images'"),
-    "TRL's prompts": ({**PAIR, "images": [IMAGE]}, "'images'"),
+    "TRL's prompts": ({"prompt": "what is this?", "completion": "a cat", "images": [IMAGE]}, "'images'"),
     "Alpaca": ({"instruction": "what?", "input": "", "output": "a cat", "image": IMAGE}, "'image'"),
     "a video": ({"messages": CHAT, "video": "cat.mp4"}, "'video'"),
     "videos and sounds": (
@@ -145,48 +135,39 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "type image_url",
     ),
-    "tokenised": (
-        {"input_ids": [3, 4], "labels": [3, 4], "pixel_values": torch.ones(1, 3, 4, 4)},
-        "'pixel_values'",
-    ),
-    "tokenised sounds": (
-        {"input_ids": [3, 4], "labels": [3, 4], "input_features": [[0.1]]},
-        "'input_features'",
-    ),
+    "tokenised": ({**IDS, "pixel_values": torch.ones(1, 3, 4, 4)}, "'pixel_values'"),
+    "tokenised sounds": ({**IDS, "input_features": [[0.1]]}, "'input_features'"),
 }
 
 
 @pytest.mark.parametrize("shape", ROWS)
 def test_a_row_with_more_than_text_is_refused_by_name(shape: str) -> None:
     row, words = ROWS[shape]
-    with pytest.raises(fs.RowError, match=words):
-        fs.encode_chat(row, TOKENIZER)
+    for call, says in (
+        (lambda: encode_chat(row, TOKENIZER), words),
+        (lambda: filter_rows([row], TOKENIZER, max_length=200), "row 0: "),
+        (lambda: SFTCollator(TOKENIZER, max_length=200)([row]), words),
+    ):
+        with pytest.raises(RowError, match=says):
+            call()
     rows = [{"messages": CHAT}, row]
-    kept, counts = fs.filter_rows(rows, TOKENIZER, max_length=200, on_error="count")
-    assert (kept, dict(counts)) == (rows[:1], {"kept": 1, "media": 1})
-    with pytest.raises(fs.RowError, match="row 0: "):
-        fs.filter_rows([row], TOKENIZER, max_length=200)
-    with pytest.raises(fs.RowError, match=words):
-        fs.SFTCollator(TOKENIZER, max_length=200)([row])
+    found = filter_rows(rows, TOKENIZER, max_length=200, on_error="count")
+    assert found == (rows[:1], {"kept": 1, "media": 1})
 
 
 @pytest.mark.parametrize(
     "nothing", [None, [], "", {}, [None], {"bytes": None, "path": None}, [{"bytes": None, "path": ""}], False]
 )
 def test_nulls_are_no_images(nothing: Any) -> None:
-    row = {
-        "messages": [{**message, "images": nothing} for message in CHAT],
-        "image": nothing,
-        "videos": nothing,
-    }
-    assert fs.encode_chat(row, TOKENIZER) == fs.encode_chat({"messages": CHAT}, TOKENIZER)
+    messages = [{**message, "images": nothing} for message in CHAT]
+    row = {"messages": messages, "image": nothing, "videos": nothing}
+    assert encode_chat(row, TOKENIZER) == encode_chat({"messages": CHAT}, TOKENIZER)
 
 
 class _Processor:
     """As transformers': a tokenizer within, which alone has a padding token and encodes."""
 
-    def __init__(self) -> None:
-        self.tokenizer = TOKENIZER
+    tokenizer = TOKENIZER
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a processor is asked for images")
@@ -195,10 +176,8 @@ class _Processor:
 def test_a_processor_is_used_by_its_tokenizer(tmp_path: Any) -> None:
     processor: Any = _Processor()
     rows = [{"messages": CHAT}]
-    chat = fs.encode_chat(rows[0], TOKENIZER)
-    assert fs.encode_chat(rows[0], processor) == chat
-    assert fs.filter_rows(rows, processor, max_length=200)[0] == rows
-    batch = fs.SFTCollator(processor, max_length=200)(rows)
-    assert batch["input_ids"][0].tolist() == chat.input_ids
-    encoded = fs.encode_dataset(rows, processor, max_length=200, cache_dir=tmp_path)
-    assert list(encoded[0].input_ids) == chat.input_ids
+    expected = encode_chat(rows[0], TOKENIZER)
+    assert encode_chat(rows[0], processor) == expected
+    assert filter_rows(rows, processor, max_length=200)[0] == rows
+    assert SFTCollator(processor, max_length=200)(rows)["input_ids"][0].tolist() == expected.input_ids
+    assert list(encode_dataset(rows, processor, max_length=200, cache_dir=tmp_path)) == [expected]

@@ -15,9 +15,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_sft import IGNORE_INDEX, ChatTemplateError, encode_chat
+from fsdp_sft.collate import encode
 from tests.collate import mask_oracle as oracle
 from tests.collate.template_tokenizers import byte_tokenizer, forms
 from tests.harness import chat_templates as ct
+from tests.harness.chats import chat
 
 # On which tokens a model stops, by its template.
 OWN_STOPS = {
@@ -62,12 +64,11 @@ def _apart(message: dict[str, Any], key: str) -> dict[str, Any]:
     return {**message, key: found[1].strip(), "content": found[2].lstrip()} if found else message
 
 
-def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> Counter[str]:
-    prompts = [next(forms(tokenizer, None, {}))([{"role": "user", "content": "q"}], p) for p in (False, True)]
-    prompt = prompts[1].removeprefix(prompts[0])
+def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> None:
+    bare, prompted = (next(forms(tokenizer, None, {}))(chat("q")["messages"], on) for on in (False, True))
     counts: Counter[str] = Counter()
     problems = []
-    for kind, messages, tools in oracle.chats(stops, prompt):
+    for kind, messages, tools in oracle.chats(stops, prompted.removeprefix(bare)):
         verdict, detail = _judge(tokenizer, messages, tools, stops)
         counts[verdict] += 1
         if verdict in ("wrong", "refused", "not judged"):
@@ -75,7 +76,6 @@ def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> C
     print(f"{name:34s} {dict(counts)}", *problems, sep="\n    ")
     assert counts["wrong"] == counts["refused"] == counts["not judged"] == 0, problems
     assert counts["exact"] >= 18
-    return counts
 
 
 @pytest.mark.parametrize("name", OWN_STOPS)
@@ -84,21 +84,21 @@ def test_labels_are_those_of_the_brute_force(name: str) -> None:
     _check(name, ct.byte_tokenizer(name), OWN_STOPS[name])
 
 
-@pytest.mark.parametrize("mistake", ["one token late", "header trained", "stop left out", "all"])
-def test_the_brute_force_finds_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_sft.collate import encode, spans
+MISTAKES: dict[str, Any] = {
+    "one token late": lambda turn: replace(turn, start=turn.start + 1),
+    "header trained": lambda turn: replace(turn, start=turn.start - 1),
+    "stop left out": lambda turn: replace(turn, end=turn.stop_start),
+    "all": lambda turn: replace(turn, start=0),
+}
 
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_brute_force_finds_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_turns = encode.find_turns
 
     def wrong(*args: Any, **options: Any) -> Any:
         found = find_turns(*args, **options)
-        change = {
-            "one token late": lambda t: spans.Turn(t.message, t.start + 1, t.stop_start, t.end),
-            "header trained": lambda t: spans.Turn(t.message, t.start - 1, t.stop_start, t.end),
-            "stop left out": lambda t: spans.Turn(t.message, t.start, t.stop_start, t.stop_start),
-            "all": lambda t: spans.Turn(t.message, 0, t.stop_start, t.end),
-        }[mistake]
-        return replace(found, turns=[change(turn) for turn in found.turns])
+        return replace(found, turns=[MISTAKES[mistake](turn) for turn in found.turns])
 
     monkeypatch.setattr(encode, "find_turns", wrong)
     with pytest.raises(AssertionError):
@@ -124,7 +124,6 @@ THINKERS: dict[str, tuple[Any, ...]] = {
     "no modes": ("reasoning_content", *_THINK, "", "", "", True),
     "no key": ("", "", "", "", "", "", "", False),
 }
-WITHOUT_MODES = {"no modes": _BLOCK, "qwen3": _BLOCK}  # what these print is in no prompt of theirs
 KINDS = {
     "none": {"content": "ANS"},
     "field": {"content": "ANS", **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "WHY")},
@@ -202,14 +201,10 @@ def _check_reasoning(tokenizer: PreTrainedTokenizerFast, stops: list[str], block
 @pytest.mark.parametrize("name", [*THINKERS, *(f"family {name}" for name in OWN_STOPS)])
 def test_what_a_prompt_supplies_is_not_trained(name: str) -> None:
     family = name.removeprefix("family ")
+    # What "no modes" and the family "qwen3" print in the place of reasoning is in no prompt of theirs.
     if name in THINKERS:
-        tokenizer, stops, block = (
-            _thinker(name),
-            ["<|im_end|>"],
-            WITHOUT_MODES["no modes"] * (name == "no modes"),
-        )
+        found = _check_reasoning(_thinker(name), ["<|im_end|>"], _BLOCK * (name == "no modes"))
     else:
-        tokenizer, stops, block = ct.byte_tokenizer(family), OWN_STOPS[family], WITHOUT_MODES.get(family, "")
-    found = _check_reasoning(tokenizer, stops, block)
+        found = _check_reasoning(ct.byte_tokenizer(family), OWN_STOPS[family], _BLOCK * (family == "qwen3"))
     # Those of templates that read no reasoning.
     assert found["noted"] == 2 * (name == "no key" or (name not in THINKERS and family != "qwen3"))

@@ -45,22 +45,20 @@ WRITTEN = {
     "reasoning": ct.CHATML_REASONING,
     **{name: family.template for name, family in ct.FAMILIES.items() if name != "glm"},  # it ends no answer
 }
-WITHOUT_AN_END = turns(_HEADED, "")
-WITH_A_TEXT_FOR_AN_END = turns(_HEADED, "@END@\n")
+WITHOUT_AN_END, _ = tokenizer_for(turns(_HEADED, ""))
+WITH_A_TEXT_FOR_AN_END, _ = tokenizer_for(turns(_HEADED, "@END@\n"))
+SOUND, _ = tokenizer_for(ct.CHATML)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_template_that_does_as_it_prompts_has_no_note(name: str) -> None:
-    own, _ = tokenizer_for(WRITTEN[name])
-    thinking = chat("q", "a")
+    thinking, calling = chat("q", "a"), chat("q", "")
     thinking["messages"][1]["reasoning_content"] = "why"
-    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": "y"}}]}
-    calling = {"messages": [*chat("q")["messages"], call]}
+    calling["messages"][1]["tool_calls"] = [{"name": "f", "arguments": {"x": "y"}}]
     given = [ROW, chat("q", "a")] + [thinking, calling] * (name in ("marked", "opened", "reasoning"))
-    _, counts = filter_rows(given, own)
-    expected = {"qwen3": {"empty_reasoning": 2}, "opened": {"empty_reasoning": 3}}
-    assert counts == {"kept": len(given), **expected.get(name, {})}
+    noted = {"qwen3": {"empty_reasoning": 2}, "opened": {"empty_reasoning": 3}}.get(name, {})
+    assert filter_rows(given, tokenizer_for(WRITTEN[name])[0])[1] == {"kept": len(given), **noted}
 
 
 # --- which ranks warn -------------------------------------------------------------------------------------
@@ -80,55 +78,37 @@ def _warned(call: Any) -> int:
 
 
 def test_rank_0_alone_warns(rank: str, tmp_path: Path) -> None:
-    own, _ = tokenizer_for(WITHOUT_AN_END)
-    other, _ = tokenizer_for(WITH_A_TEXT_FOR_AN_END)
-    cut = fs.SFTCollator(own, max_length=8)
     for call in (
-        lambda: filter_rows([ROW], own),
-        lambda: fs.encode_chat(ROW, other),
-        lambda: cut([ROW]),
-        lambda: fs.encode_dataset([ROW], own, max_length=99, cache_dir=tmp_path),
-        lambda: fs.encode_dataset([ROW], own, max_length=99, cache_dir=tmp_path),  # opened
+        lambda: filter_rows([ROW], WITHOUT_AN_END),
+        lambda: fs.encode_chat(ROW, WITH_A_TEXT_FOR_AN_END),
+        lambda: fs.SFTCollator(WITHOUT_AN_END, max_length=8)([ROW]),
+        lambda: fs.encode_dataset([ROW], WITHOUT_AN_END, max_length=99, cache_dir=tmp_path),
+        lambda: fs.encode_dataset([ROW], WITHOUT_AN_END, max_length=99, cache_dir=tmp_path),  # opened
     ):
         assert (_warned(call) > 0) is (rank == "0")
 
 
-class _Heard:
-    """A collator that returns how many warnings another gives."""
-
-    def __init__(self, collate: Any) -> None:
-        self.collate = collate
-
-    def __call__(self, rows: Any) -> int:
-        return _warned(lambda: self.collate(rows))
+def _heard(rows: list[Any], tokenizer: Any, max_length: int = 99) -> list[int]:
+    """How many warnings a collator gives in workers of a loader, at most two, for each row."""
+    collate = fs.SFTCollator(tokenizer, max_length=max_length)
+    options: Any = {"num_workers": min(2, len(rows)), "multiprocessing_context": "fork"}
+    return list(DataLoader(rows, collate_fn=lambda batch: _warned(lambda: collate(batch)), **options))
 
 
 def test_a_worker_of_a_data_loader_warns_on_rank_0_alone(rank: str) -> None:
-    own, _ = tokenizer_for(WITH_A_TEXT_FOR_AN_END)
-    loader = DataLoader(
-        [chat("q", "a")], collate_fn=_Heard(fs.SFTCollator(own, max_length=99)), num_workers=1,
-        multiprocessing_context="fork",
-    )  # fmt: skip
-    assert (next(iter(loader)) > 0) is (rank == "0")
+    (number,) = _heard([chat("q", "a")], WITH_A_TEXT_FOR_AN_END)
+    assert (number > 0) is (rank == "0")
 
 
 def test_a_collator_warns_once_that_no_answer_ends() -> None:
-    own, _ = tokenizer_for(WITHOUT_AN_END)
-    ended, _ = tokenizer_for(ct.CHATML)
-    collate = fs.SFTCollator(own, max_length=99)
-    few = [fs.encode_chat(ROW, own), *[fs.encode_chat(ROW, ended)] * 2]
+    collate = fs.SFTCollator(WITHOUT_AN_END, max_length=99)
+    few = [fs.encode_chat(ROW, WITHOUT_AN_END), *[fs.encode_chat(ROW, SOUND)] * 2]
     assert [_warned(lambda rows=rows: collate(rows)) for rows in (few, [ROW], [ROW])] == [0, 1, 0]
-    heard = _Heard(fs.SFTCollator(own, max_length=99))
-    loader = DataLoader([ROW] * 4, collate_fn=heard, num_workers=2, multiprocessing_context="fork")
-    assert sum(loader) == 1
+    assert sum(_heard([ROW] * 4, WITHOUT_AN_END)) == 1
 
 
 def test_any_worker_warns_of_an_answer_that_is_cut_off() -> None:
-    own, _ = tokenizer_for(ct.CHATML)
-    short, long = chat("q", "a"), chat("q", "a", "q" * 90, "b")
-    heard = _Heard(fs.SFTCollator(own, max_length=60))
-    loader = DataLoader([short, long], collate_fn=heard, num_workers=2, multiprocessing_context="fork")
-    assert list(loader) == [0, 1]
+    assert _heard([chat("q", "a"), chat("q", "a", "q" * 90, "b")], SOUND, max_length=60) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 import tokenizers
 import transformers as tf
 
-from fsdp_sft import encode_chat, filter_rows
-from fsdp_sft.errors import ChatTemplateError
+from fsdp_sft import ChatTemplateError, encode_chat, filter_rows
 from tests.collate.template_tokenizers import ROW, tokenizer, tokenizer_for, turns
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
@@ -19,8 +18,11 @@ from tests.harness.chats import chat, shown
 def test_a_question_without_an_answer_has_no_prompt_to_differ() -> None:
     template = turns("'<|' + message.role + '|>'", "<|end|>").replace("'assistant' + '|>' }}", "'a|>' }}")
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
-    _, counts = filter_rows([chat("q")], own, train_on={"user"})
-    assert "prompt_differs" not in counts
+    assert "prompt_differs" not in filter_rows([chat("q")], own, train_on={"user"})[1]
+
+
+def trained(row: dict[str, Any], own: Any) -> list[str]:
+    return re.findall(r"⟦(.*?)⟧", shown(row, own), re.DOTALL)
 
 
 def joining(*pairs: str) -> Any:
@@ -37,16 +39,18 @@ def test_a_header_that_ends_with_a_space_is_noted() -> None:
     """One token holds the space and the first letter, and the prompt alone ends with another token."""
     row = chat("Who?", "The one", "Who?", "The other")
     own = joining("ĠT", "ĠI", "Ġa")
-    for header, merges in (("message.role + ': '", True), ("message.role + ':\n'", False)):
+    for header, noted, expected in (
+        ("message.role + ': '", {"start_in_a_token": 1}, "⟦he one</s>⟧"),
+        ("message.role + ':\n'", {}, "⟦The one</s>⟧"),
+    ):
         own.chat_template = turns(header, "</s>\n")
         for train_on in ("assistant", "last"):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                _, counts = filter_rows([row], own, train_on=train_on)  # type: ignore[arg-type]
-            assert counts == ({"kept": 1, "start_in_a_token": 1} if merges else {"kept": 1})
+                counts = filter_rows([row], own, train_on=train_on)[1]  # type: ignore[arg-type]
+            assert counts == {"kept": 1, **noted}
             heard = [str(one.message) for one in caught]
-            assert any("1 of 1 rows are counted as start_in_a_token" in text for text in heard) is merges
-            expected = "⟦he one</s>⟧" if merges else "⟦The one</s>⟧"
+            assert any("1 of 1 rows are counted as start_in_a_token" in text for text in heard) is bool(noted)
             assert expected in shown(row, own)
 
 
@@ -72,8 +76,7 @@ def test_headers_that_number_the_turns(first: int) -> None:
     )
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
     row = chat("q", "4 and 6", "r", "2", "s", "8\nsix")
-    _, counts = filter_rows([row], own)
-    assert counts == {"kept": 1}
+    assert filter_rows([row], own)[1] == {"kept": 1}
     assert shown(row, own) == "".join(
         f"<|user|> {first + n}\n{question}<|assistant|> {first + n + 1}\n⟦{answer}<|end|>⟧"
         for n, question, answer in ((1, "q", "4 and 6"), (3, "r", "2"), (5, "s", "8\nsix"))
@@ -92,21 +95,8 @@ def test_numbers_that_only_rows_have_are_refused() -> None:
         encode_chat(chat(("system", "s"), "q", "one", "r", "two"), own)
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
-    template = (
-        "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.reasoning_content %}"
-        "{{ '{{plan}}' + message.reasoning_content + '{{/plan}}' }}{% endif %}{{ message.content }}"
-        "{% if message.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>{{plan}}' }}{% endif %}"
-    )
-    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
-    row = chat("q", "one")
-    row["messages"][1]["reasoning_content"] = "why"
-    assert filter_rows([row], own)[1] == {"kept": 1}
-    assert shown(row, own) == "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧"
-
-
+BRIEF = ("system", "Be brief.")
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 HEADS = {
     "a system message": "('[steered]\n' if messages[0].role == 'system' else '')",
     "tools": "('[tools]\n' if tools else '')",
@@ -121,21 +111,18 @@ HEADS = {
 @pytest.mark.parametrize("depends_on", HEADS)
 def test_a_prompt_may_depend_on_anything(depends_on: str) -> None:
     """What the row has in front of an answer is exactly the prompt, so it is never trained."""
-    head = f"'<|assistant|>' + {HEADS[depends_on]}"
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}{% set n = loop.index0 %}"
         "{% set before = messages[n - 1].role %}{{ HEAD + message.content + '<|end|>' }}{% else %}"
         "{{ '<|user|>' + message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
         "{% set n = messages|length %}{% set before = messages[-1].role %}{{ HEAD }}{% endif %}"
-    ).replace("HEAD", head)
+    ).replace("HEAD", f"'<|assistant|>' + {HEADS[depends_on]}")
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
-    row = chat("q", "one", "r", "two", ("tool", "result"), "three", "s", "four", ("user", "t"), "five")
-    row["messages"].insert(0, {"role": "system", "content": "Be brief."})
-    row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    said = ("q", "one", "r", "two", ("tool", "result"), "three", "s", "four", ("user", "t"), "five")
+    row = {**chat(BRIEF, *said), "tools": TOOLS}
     assert filter_rows([row], own)[1] == {"kept": 1}
-    text = shown(row, own)
     answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-    assert re.findall(r"⟦(.*?)⟧", text, re.DOTALL) == [f"{answer}<|end|>" for answer in answers]
+    assert trained(row, own) == [f"{answer}<|end|>" for answer in answers]
 
 
 @pytest.mark.parametrize(
@@ -158,56 +145,38 @@ def test_no_header_is_cut_in_a_word_or_tag(prompt: str, past: str, expected: str
         with pytest.raises(ChatTemplateError, match="message 1 does not come after the generation prompt"):
             filter_rows([ROW], own)
         return
-    _, counts = filter_rows([ROW], own)
-    assert counts == {"kept": 1, "prompt_differs": 1}
-    assert re.findall(r"⟦(.*?)⟧", shown(ROW, own), re.DOTALL) == [expected, "two<|end|>"]
+    assert filter_rows([ROW], own)[1] == {"kept": 1, "prompt_differs": 1}
+    assert trained(ROW, own) == [expected, "two<|end|>"]
 
 
-@pytest.mark.parametrize("when", ["messages[0].role == 'system'", "messages|length == 1", "tools"])
-def test_a_prompt_that_differs_in_some_conversations_only(when: str) -> None:
-    header = "'<|' + message.role + '|>\n'"
-    prompt = f"'<|assistant|>\n' + ('In French: ' if {when} else '')"
-    template = turns(header, "<|end|>").replace("{{ '<|' + 'assistant' + '|>\n' }}", f"{{{{ {prompt} }}}}")
+@pytest.mark.parametrize(
+    ("when", "row", "noted"),
+    [
+        ("messages[0].role == 'system'", chat(BRIEF, "q", "one"), {}),
+        ("messages|length == 1", chat("q", "one"), {}),
+        # The template does not print the tools.
+        ("tools", {**chat("q", "one"), "tools": TOOLS}, {"context_dropped": 1}),
+    ],
+)
+def test_a_prompt_that_differs_in_some_conversations_only(
+    when: str, row: dict[str, Any], noted: dict[str, int]
+) -> None:
+    prompt = f"{{{{ '<|assistant|>\n' + ('In French: ' if {when} else '') }}}}"
+    template = turns("'<|' + message.role + '|>\n'", "<|end|>")
+    template = template.replace("{{ '<|' + 'assistant' + '|>\n' }}", prompt)
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
-    row = chat("q", "one")
-    if "system" in when:
-        row["messages"].insert(0, {"role": "system", "content": "Be brief."})
-    if "tools" in when:
-        row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     with pytest.warns(
         UserWarning, match=r"1 of 1 rows are counted as prompt_differs: .*add_generation_prompt=True"
     ):
-        _, counts = filter_rows([row], own)
-    tools = {"context_dropped": 1} if "tools" in when else {}  # which it does not print
-    assert counts == {"kept": 1, "prompt_differs": 1, **tools}
+        assert filter_rows([row], own)[1] == {"kept": 1, "prompt_differs": 1, **noted}
     assert shown(row, own).endswith("<|assistant|>\n⟦one<|end|>⟧")
-
-
-def test_generation_starts_at_the_first_of_two_headers() -> None:
-    """In Harmony's manner: an answer may have a channel of reasoning, and the prompt names no channel."""
-    template = (
-        "{% for message in messages %}{% if message.role == 'assistant' %}"
-        "{{ '<|start|>assistant<|channel|>analysis<|message|>' + (message.reasoning_content or '') }}"
-        "{{ '<|end|>' }}"
-        "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}"
-        "{% else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
-    )
-    tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
-    own = tokenizer(template, *tokens, eos="<|return|>")
-    expected = (
-        "<|start|>assistant<|channel|>analysis<|message|><|end|>⟦<|start|>assistant<|channel|>final<|message|>"
-        "one<|return|>⟧"
-    )
-    assert shown(chat("q", "one"), own).endswith(expected)
 
 
 def test_an_added_token_may_hold_the_end_of_the_prompt_too() -> None:
     own = joining()
     own.add_tokens(["\n-"])
     own.chat_template = turns("message.role + '\n'", "</s>\n")
-    _, counts = filter_rows([chat("q", "-Hello")], own)
-    assert counts == {"kept": 1, "start_in_a_token": 1}
+    assert filter_rows([chat("q", "-Hello")], own)[1] == {"kept": 1, "start_in_a_token": 1}
     taking = tokenizers.AddedToken("<|assistant|>", rstrip=True, special=True)
     own.add_special_tokens({"additional_special_tokens": [taking]})
     own.chat_template = turns("'<|' + message.role + '|>\n'", "</s>\n")
@@ -218,20 +187,8 @@ def test_an_added_token_may_hold_the_end_of_the_prompt_too() -> None:
 def test_a_few_first_letters_are_no_reason_to_warn() -> None:
     own = joining(":a")
     own.chat_template = turns("message.role + ':'", "</s>\n")
-    _, counts = filter_rows([chat("q", "The answer"), ROW, ROW, chat("q", "all")], own)
-    assert counts == {"kept": 4, "start_in_a_token": 1}
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_first_question_with_a_text_of_its_own_has_a_prompt() -> None:
-    template = (
-        "{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + message.content + "
-        "('\n\nReply in French' if loop.first else '') + '[/INST]' }}{% else %}"
-        "{{ message.content + '</s>' }}{% endif %}{% endfor %}"
-    )
-    own = tokenizer(template, "[INST]", "[/INST]")
-    assert filter_rows([ROW], own)[1] == {"kept": 1}
-    assert shown(ROW, own).count("[/INST]⟦") == 2
+    rows = [chat("q", "The answer"), ROW, ROW, chat("q", "all")]
+    assert filter_rows(rows, own)[1] == {"kept": 4, "start_in_a_token": 1}
 
 
 def test_numbered_rounds_end_no_answer() -> None:
@@ -243,9 +200,8 @@ def test_numbered_rounds_end_no_answer() -> None:
     )
     own = tokenizer(template)
     with pytest.warns(UserWarning, match="no_end_of_turn"):
-        _, counts = filter_rows([ROW], own)
-    assert counts == {"kept": 1, "no_end_of_turn": 1}
-    assert "Round" not in "".join(re.findall(r"⟦(.*?)⟧", shown(ROW, own), re.DOTALL))
+        assert filter_rows([ROW], own)[1] == {"kept": 1, "no_end_of_turn": 1}
+    assert "Round" not in "".join(trained(ROW, own))
 
 
 _HEADERS = {
@@ -270,20 +226,44 @@ def _varying(header: str, prompt: str) -> str:
 def test_of_prompts_that_vary_from_turn_to_turn_no_part_is_trained(name: str, opens: bool) -> None:
     """What two of them have in common is no header: right, or refused."""
     own, _ = tokenizer_for(_varying(*_HEADERS[name]))
-    row = chat("Q", "hello", "Q", "later answer")
-    if opens:
-        row["messages"] = row["messages"][1:]
+    row = {"messages": chat("Q", "hello", "Q", "later answer")["messages"][opens:]}
     try:
-        encoded = encode_chat(row, own)
+        found = "".join(trained(row, own))
     except ChatTemplateError:
         return
-    trained = [own.decode([label]) for label in encoded.labels if label != -100]
-    answers = [m["content"] + "<|end|>" for m in row["messages"] if m["role"] == "assistant"]
-    assert "".join(trained).replace("\n", "") == "".join(answers)
+    assert found.replace("\n", "") == "hello<|end|>later answer<|end|>"
 
 
-# --- what ends an answer is trained, or it is said that nothing does ----------------------------------------
+# --- where an answer begins, and what ends it, is found, or it is said that nothing does --------------------
 
+_OPENING = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.reasoning_content %}"
+    "{{ '{{plan}}' + message.reasoning_content + '{{/plan}}' }}{% endif %}{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>{{plan}}' }}{% endif %}"
+)
+# In Harmony's manner: an answer may have a channel of reasoning, and the prompt names no channel.
+_CHANNELS = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + (message.reasoning_content or '') }}"
+    "{{ '<|end|>' }}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}"
+    "{% else %}{{ '<|start|>user<|message|>' + message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+_FIRST = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' + message.content + "
+    "('\n\nReply in French' if loop.first else '') + '[/INST]' }}{% else %}"
+    "{{ message.content + '</s>' }}{% endif %}{% endfor %}"
+)
+_TELLING = (
+    "{% set ns = namespace(name='') %}{% for message in messages %}{% if message.role == 'tool' %}"
+    "{{ '<|tool|>' + ns.name + ':' + message.content }}{% else %}"
+    "{{ '<|' + message.role + '|>' + message.content }}{% for call in message.tool_calls or [] %}"
+    "{% set ns.name = call.function.name %}{{ ns.name + (call.function.arguments | tojson) }}{% endfor %}"
+    "{% if message.role == 'assistant' %}{{ '<|im_end|>' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 _CLOSING = "<|close|>response<|sep|><|open|>end<|msg|>"
 _CALLS = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
@@ -299,14 +279,51 @@ _TAGS = (
 )
 
 
-def _calling(arguments: Any, *more: dict[str, str]) -> dict[str, Any]:
-    call = {"function": {"name": "f", "arguments": arguments}}
-    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return {"messages": [{"role": "user", "content": "q"}, asked, *more]}
+def _calling(arguments: Any, *more: tuple[str, str], question: str = "q") -> dict[str, Any]:
+    row = chat(question, "", *more)
+    row["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": arguments}}]
+    return row
 
 
-# By what ends an answer: a tokenizer with the template and its tokens, a row, and how the row is shown.
-ENDS: dict[str, tuple[Any, dict[str, Any], str]] = {
+# By what begins or ends an answer: a tokenizer with the template and its tokens, a row, and how it is shown.
+EDGES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a prompt that opens reasoning as rows with reasoning do": (
+        tokenizer(_OPENING, "<|user|>", "<|assistant|>", "<|end|>"),
+        {
+            "messages": [
+                *chat("q")["messages"],
+                {**chat("q", "one")["messages"][1], "reasoning_content": "why"},
+            ]
+        },
+        "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧",
+    ),
+    "the first of two headers": (
+        tokenizer(
+            _CHANNELS,
+            *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
+            eos="<|return|>",
+        ),
+        chat("q", "one"),
+        "<|start|>assistant<|channel|>analysis<|message|><|end|>⟦<|start|>assistant<|channel|>final<|message|>"
+        "one<|return|>⟧",
+    ),
+    "a first question with a text of its own": (
+        tokenizer(_FIRST, "[INST]", "[/INST]"),
+        ROW,
+        "[INST]q\n\nReply in French[/INST]⟦one</s>⟧[INST]r[/INST]⟦two</s>⟧",
+    ),
+    **{
+        f"a call of {text}, which has no text to mark": (
+            tokenizer(_TELLING),
+            _calling(arguments, ("tool", "3"), ("assistant", "a"), question="7351000001537 7351000002 1537"),
+            f"<|assistant|>⟦f{text}<|im_end|>⟧<|tool|>f:3<|assistant|>⟦a<|im_end|>⟧",
+        )
+        for arguments, text in (
+            ({}, "{}"),
+            ({"a": 1, "b": 2.5}, '{"a": 1, "b": 2.5}'),
+            ({"on": True}, '{"on": true}'),
+        )
+    },
     "the EOS token behind other tokens": (
         tokenizer(
             turns("'<|' + message.role + '|>'", _CLOSING), "<|close|>", "<|sep|>", "<|msg|>", eos="<|msg|>"
@@ -325,7 +342,7 @@ ENDS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "the EOS token behind another one, after calls": (
         tokenizer(_CALLS, "<|close|>", "<|msg|>", "</call>", eos="<|msg|>"),
-        _calling({}, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}),
+        _calling({}, ("tool", "r"), ("assistant", "a")),
         "<|user|>q<|assistant|>⟦<call>f</call><|close|>x<|msg|>⟧<|tool|>r<|assistant|>⟦a<|close|>x<|msg|>⟧",
     ),
     "a tag, where one begins the answer as one of the prompt's begins": (
@@ -350,10 +367,13 @@ ENDS: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", ENDS)
-def test_an_answer_is_trained_through_what_ends_it(what: str) -> None:
-    own, row, expected = ENDS[what]
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("what", EDGES)
+def test_an_answer_is_trained_from_its_beginning_through_what_ends_it(what: str) -> None:
+    own, row, expected = EDGES[what]
     assert shown(row, own).endswith(expected)
+    noted = {"empty_reasoning": 1} if what == "the first of two headers" else {}  # its channel of reasoning
+    assert filter_rows([row], own)[1] == {"kept": 1, **noted}
 
 
 def test_an_end_of_turn_that_is_no_token_is_trained_as_text_with_a_warning() -> None:
@@ -361,17 +381,14 @@ def test_an_end_of_turn_that_is_no_token_is_trained_as_text_with_a_warning() -> 
     with pytest.warns(
         UserWarning, match=r"1 of 1 rows are counted as end_of_turn_is_text: .* new_vocab_size="
     ):
-        text = shown(ROW, own)
-    assert text.count("⟦one<|stop|>⟧\n") == text.count("⟦two<|stop|>⟧\n") == 1
+        assert trained(ROW, own) == ["one<|stop|>", "two<|stop|>"]
     with pytest.warns(UserWarning, match="1 of 1 rows are counted as end_of_turn_is_text"):
-        _, counts = filter_rows([ROW], own)
-    assert counts == {"kept": 1, "end_of_turn_is_text": 1}
+        assert filter_rows([ROW], own)[1] == {"kept": 1, "end_of_turn_is_text": 1}
     own.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert shown(ROW, own).count("⟦two<|stop|>⟧\n") == 1
-    _, counts = filter_rows([ROW], own)
-    assert counts == {"kept": 1}
+        assert filter_rows([ROW], own)[1] == {"kept": 1}
 
 
 def test_a_last_answer_without_an_end_is_counted() -> None:
@@ -384,7 +401,7 @@ def test_a_last_answer_without_an_end_is_counted() -> None:
         assert past in shown(ROW, own)
         assert shown(ROW, own).endswith("⟦two⟧")
         with pytest.warns(UserWarning, match="1 of 1 rows are counted as no_end_of_turn: .* chat_template="):
-            _, counts = filter_rows([ROW], own)
+            counts = filter_rows([ROW], own)[1]
         assert counts == {"kept": 1, "no_end_of_turn": 1}
         assert "pass a chat_template= that writes the token there" in counts.examples["no_end_of_turn"][0]
 
@@ -408,33 +425,6 @@ def test_the_whole_header_of_reasoning_is_left_out_with_it() -> None:
     assert shown(row, own, train_reasoning=False).endswith(f"<|start|>assistant{reasoning}⟦<|start|>{rest}⟧")
 
 
-def test_a_call_without_a_text_to_mark() -> None:
-    template = (
-        "{% set ns = namespace(name='') %}{% for message in messages %}{% if message.role == 'tool' %}"
-        "{{ '<|tool|>' + ns.name + ':' + message.content }}{% else %}"
-        "{{ '<|' + message.role + '|>' + message.content }}{% for call in message.tool_calls or [] %}"
-        "{% set ns.name = call.function.name %}{{ ns.name + (call.function.arguments | tojson) }}{% endfor %}"
-        "{% if message.role == 'assistant' %}{{ '<|im_end|>' }}{% endif %}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-    )
-    own = tokenizer(template)
-    for arguments, text in (
-        ({}, "{}"),
-        ({"a": 1, "b": 2.5}, '{"a": 1, "b": 2.5}'),
-        ({"on": True}, '{"on": true}'),
-    ):
-        call = {"function": {"name": "add", "arguments": arguments}}
-        messages = [
-            {"role": "user", "content": "7351000001537 7351000002 1537"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "3"},
-            {"role": "assistant", "content": "a"},
-        ]
-        assert shown({"messages": messages}, own).endswith(
-            f"<|assistant|>⟦add{text}<|im_end|>⟧<|tool|>add:3<|assistant|>⟦a<|im_end|>⟧"
-        )
-
-
 # --- an end that only past answers have -------------------------------------------------------------------
 
 
@@ -450,8 +440,7 @@ def test_the_end_of_the_default_system_message_may_look_alike(end: str, system: 
     )
     own = tokenizer(template, "<s>", end, eos=end)
     with pytest.warns(UserWarning, match="counted as no_end_of_turn"):
-        _, counts = filter_rows([ROW], own)
-    assert counts == {"kept": 1, "no_end_of_turn": 1}
+        assert filter_rows([ROW], own)[1] == {"kept": 1, "no_end_of_turn": 1}
     assert f"⟦one{end}⟧\n<s>user" in shown(ROW, own)
 
 

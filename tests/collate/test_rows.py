@@ -1,6 +1,7 @@
 """The shapes that rows of chats come in, tool calls included, and what is said of malformed ones."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -14,35 +15,40 @@ from fsdp_sft.collate.rows import read_row
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, chat, shown
 
+CHATML = TOKENIZERS["chatml"]
+
+
+AB = chat("a", "b")
+
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "same"),
     [
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
-                      {"role": "assistant", "content": [{"type": "text", "value": "b"}],
-                       "tool_calls": None}]},
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {"messages": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]},
-        {"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {"instruction": "a", "output": "b"},
-        {"instruction": "a", "input": "", "output": "b", "system": "", "history": None},
-        {"prompt": "a", "completion": "b"},
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
+                       {"role": "assistant", "content": [{"type": "text", "value": "b"}],
+                        "tool_calls": None}]}, AB),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, AB),
+        ({"messages": [{"from": "human", "value": "a"}, {"from": "model", "value": "b"}]}, AB),
+        ({"conversations": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, AB),
+        ({"instruction": "a", "output": "b"}, AB),
+        ({"instruction": "a", "input": "", "output": "b", "system": "", "history": None}, AB),
+        ({"instruction": "c", "input": "d", "output": "e", "system": "s", "history": [["a", "b"]]},
+         chat(("system", "s"), "a", "b", "c\nd", "e")),
+        ({"prompt": "a", "completion": "b"}, AB),
+        # A text comes after the other shapes.
+        ({**AB, "text": "c"}, AB),
+        ({"text": "c", "messages": None}, {"text": "c"}),
+        ({"input_ids": [1], "labels": [1], "text": "c"}, {"input_ids": [1], "labels": [1]}),
     ],
 )  # fmt: skip
-def test_row_shapes_of_one_conversation(row):
+def test_shapes_of_the_same_row(row, same):
     before = json.dumps(row)
-    assert encode_chat(row, TOKENIZERS["chatml"]) == encode_chat(chat("a", "b"), TOKENIZERS["chatml"])
+    assert encode_chat(row, CHATML) == encode_chat(same, CHATML)
     assert json.dumps(row) == before, "the row is left as it was"
 
 
-def test_alpaca_with_everything():
-    row = {"instruction": "c", "input": "d", "output": "e", "system": "s", "history": [["a", "b"]]}
-    assert encode_chat(row, TOKENIZERS["chatml"]) == encode_chat(
-        chat(("system", "s"), "a", "b", "c\nd", "e"), TOKENIZERS["chatml"]
-    )
-
-
 CALL = '{"name": "weather", "arguments": {"city": "Oslo \\"x\\"", "days": 3}}'
+CALLING = [{"from": "human", "value": "a"}, {"from": "function_call", "value": CALL}]
 TOOLS = [{"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}]
 
 
@@ -57,16 +63,15 @@ def test_sharegpt_with_tools():
         "tools": json.dumps(TOOLS),
         "system": "s",
     }
-    text = shown(row)
     tool = {"type": "function", "function": TOOLS[0]}
-    assert text == (
+    expected = (
         f"<|im_start|>system\n# Tools\n{json.dumps(tool)}\n<|im_end|>\n<|im_start|>system\ns<|im_end|>\n"
         "<|im_start|>user\nsun?<|im_end|>\n"
         f"<|im_start|>assistant\n⟦\n<tool_call>\n{CALL}\n</tool_call><|im_end|>⟧\n"
         "<|im_start|>tool\n[INST] sunny <|im_end|><|im_end|>\n<|im_start|>assistant\n⟦yes<|im_end|>⟧\n"
     )
-    assert shown(row | {"tools": TOOLS}) == text
-    assert shown(row | {"tools": [tool]}) == text
+    for tools in (row["tools"], TOOLS, [tool]):
+        assert shown({**row, "tools": tools}) == expected
     # A result of a tool is trained only when asked for.
     assert "⟦[INST] sunny <|im_end|>" in shown(row, train_on={"tool"})
 
@@ -94,58 +99,50 @@ def test_openai_tool_calls(arguments):
 
 
 def test_tool_calls_that_a_template_joins_as_text():
-    tokenizer = ct.byte_tokenizer(
-        "mistral",
-        template=ct.MISTRAL.replace(
-            "{{ message.content + eos_token }}",
-            "{% for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + call.function.name + ':' + "
-            "call.function.arguments }}{% endfor %}{{ message.content + eos_token }}",
-        ),
-    )
-    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": CALL}]}
     arguments = json.dumps(json.loads(CALL)["arguments"])
-    assert shown(row, tokenizer) == f"<s>[INST]a[/INST]⟦[TOOL_CALLS]weather:{arguments}</s>⟧"
+    template = ct.MISTRAL.replace(
+        "{{ message.content + eos_token }}",
+        "{% for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + call.function.name + ':' + "
+        "call.function.arguments }}{% endfor %}{{ message.content + eos_token }}",
+    )
+    text = shown({"conversations": CALLING}, ct.byte_tokenizer("mistral", template=template))
+    assert text == f"<s>[INST]a[/INST]⟦[TOOL_CALLS]weather:{arguments}</s>⟧"
 
 
 def test_a_tool_call_without_a_stop_token_ends_where_the_template_ends_it():
-    tokenizer = ct.byte_tokenizer(
-        "glm", template=ct.GLM.replace("message.content }}", "message.content }}" + ct._CALLS)
-    )
-    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": CALL}]}
-    assert shown(row, tokenizer).endswith("</tool_call>⟧")
-    row["conversations"] += [{"from": "observation", "value": "rain"}, {"from": "gpt", "value": "b"}]
-    assert "</tool_call>⟧<|tool|>\nrain<|assistant|>\n⟦b⟧" in shown(row, tokenizer)
+    template = ct.GLM.replace("message.content }}", "message.content }}" + ct._CALLS)
+    tokenizer = ct.byte_tokenizer("glm", template=template)
+    assert shown({"conversations": CALLING}, tokenizer).endswith("</tool_call>⟧")
+    answered = [*CALLING, {"from": "observation", "value": "rain"}, {"from": "gpt", "value": "b"}]
+    assert "</tool_call>⟧<|tool|>\nrain<|assistant|>\n⟦b⟧" in shown({"conversations": answered}, tokenizer)
     end = "{% if loop.last %}(the end){% endif %}{% endfor %}{% if add"
-    tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}{% if add", end)
+    tokenizer.chat_template = template.replace("{% endfor %}{% if add", end)
     with pytest.raises(
         ChatTemplateError, match="no end-of-turn token comes after the tool calls of message 1"
     ):
-        encode_chat(row, tokenizer)
+        encode_chat({"conversations": answered}, tokenizer)
 
 
 def test_a_blank_answer_that_a_template_prints_otherwise():
-    tokenizer = ct.byte_tokenizer(
-        "glm",
-        template="{% for m in messages %}<|{{ m.role }}|>{% if m.content.strip() %}: {{ m.content.strip() }}"
-        "{% else %}(nothing){% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.content.strip() %}: {{ m.content.strip() }}"
+        "{% else %}(nothing){% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    text = shown(chat("a", "", "b", "c"), tokenizer)
+    text = shown(chat("a", "", "b", "c"), ct.byte_tokenizer("glm", template=template))
     assert text == "<|user|>: a<|assistant|>⟦(nothing)⟧<|user|>: b<|assistant|>⟦: c⟧"
 
 
 def test_contents_are_given_in_parts_to_templates_that_take_nothing_else():
-    tokenizer = ct.byte_tokenizer(
-        "chatml", template=ct.CHATML.replace("{{ message.content }}", "{{ message.content[0]['text'] }}")
-    )
     row = chat("hi", "hello", "more", "")
-    assert shown(row, tokenizer) == shown(row)
+    template = ct.CHATML.replace("{{ message.content }}", "{{ message.content[0]['text'] }}")
+    assert shown(row, ct.byte_tokenizer("chatml", template=template)) == shown(row)
 
 
 def test_encoded_rows_pass_through_with_truncation():
     row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 1]}
-    assert encode_chat(row, TOKENIZERS["chatml"]) == EncodedChat([5, 6, 7], [-100, 6, 7])
+    assert encode_chat(row, CHATML) == EncodedChat([5, 6, 7], [-100, 6, 7])
     tensors = {key: torch.tensor(value) for key, value in row.items()}
-    assert encode_chat(tensors, TOKENIZERS["chatml"], max_length=2) == EncodedChat([5, 6], [-100, 6])
+    assert encode_chat(tensors, CHATML, max_length=2) == EncodedChat([5, 6], [-100, 6])
 
 
 @pytest.mark.parametrize(
@@ -215,32 +212,7 @@ def test_encoded_rows_pass_through_with_truncation():
         ({"input_ids": [1], "labels": {1: 1}}, '"labels" must be a flat list of integers'),
         ({"messages": [{"role": "user", "content": "a"}], "tools": "{"}, "tools must be JSON"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [3]}, "the row cannot be read: TypeError"),
-    ],
-)
-def test_malformed_rows_say_what_is_wrong(row, message):
-    with pytest.raises(ValueError, match=message):
-        encode_chat(row, TOKENIZERS["chatml"])
-
-
-@pytest.mark.parametrize("key", ["train", "loss", "training", "trainable"])
-@pytest.mark.parametrize("shape", ["messages", "conversations"])
-def test_an_answer_that_another_tool_would_not_train(key: str, shape: str) -> None:
-    if shape == "messages":
-        turns = chat("q", "first", "r", "second")["messages"]
-    else:
-        said = [("human", "q"), ("gpt", "first"), ("human", "r"), ("gpt", "second")]
-        turns = [{"from": who, "value": text} for who, text in said]
-    turns[1][key], turns[3][key] = False, True
-    read = shown({shape: turns})
-    assert "⟦second" in read
-    assert "⟦first" not in read
-    turns[1][key] = None
-    assert "⟦first" in shown({shape: turns})
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
+        # Marks of other tools that would be lost.
         (
             chat("q", "a") | {"kto_tag": False},
             r'"kto_tag" is False, which marks an answer that is not wanted',
@@ -262,9 +234,31 @@ def test_an_answer_that_another_tool_would_not_train(key: str, shape: str) -> No
         ),
     ],
 )
-def test_marks_of_other_tools_that_would_be_lost(row: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        encode_chat(row, TOKENIZERS["chatml"])
+def test_malformed_rows_say_what_is_wrong(row, message):
+    with pytest.raises(ValueError, match=message):
+        encode_chat(row, CHATML)
+
+
+@pytest.mark.parametrize("key", ["train", "loss", "training", "trainable"])
+@pytest.mark.parametrize(
+    ("shape", "by", "text", "human", "model"),
+    [
+        ("messages", "role", "content", "user", "assistant"),
+        ("conversations", "from", "value", "human", "gpt"),
+    ],
+)
+def test_an_answer_that_another_tool_would_not_train(
+    key: str, shape: str, by: str, text: str, human: str, model: str
+) -> None:
+    for first, expected in ((False, [False, True]), (None, [True, True])):
+        turns = [
+            {by: human, text: "q"},
+            {by: model, text: "first", key: first},
+            {by: human, text: "r"},
+            {by: model, text: "second", key: True},
+        ]
+        read = shown({shape: turns})
+        assert [f"⟦{answer}" in read for answer in ("first", "second")] == expected
 
 
 @pytest.mark.parametrize("label", [True, None, 1, 0, "good"])
@@ -295,17 +289,7 @@ def test_all_of_a_text_is_trained_with_its_end(text, bos):
     encoded = encode_chat({"text": text, "id": 3}, own)
     inner = text.removeprefix("<s>").removesuffix("</s>")
     assert own.decode(encoded.input_ids) == "<s>" * (bos or text[0] == "<") + inner + "</s>"
-    assert encoded.labels == encoded.input_ids
-    assert encoded.notes == ()
-
-
-def test_a_text_comes_after_other_shapes():
-    own = TOKENIZERS["chatml"]
-    row = {**chat("a", "b"), "text": "c"}
-    assert encode_chat(row, own) == encode_chat(chat("a", "b"), own)
-    assert encode_chat({"text": "c", "messages": None}, own) == encode_chat({"text": "c"}, own)
-    tokenised = {"input_ids": [1], "labels": [1], "text": "c"}
-    assert encode_chat(tokenised, own).input_ids == [1]
+    assert (encoded.labels, encoded.notes) == (encoded.input_ids, ())
 
 
 @pytest.mark.parametrize(
@@ -318,7 +302,7 @@ def test_a_text_comes_after_other_shapes():
     ],
 )
 def test_texts_that_are_refused(row, message):
-    for own in (plain_tokenizer(), TOKENIZERS["chatml"]):
+    for own in (plain_tokenizer(), CHATML):
         with pytest.raises(ValueError, match=message):
             encode_chat(row, own)
         assert fs.filter_rows([row, {"text": "b"}], own, on_error="count")[1]["kept"] == 1
@@ -337,9 +321,8 @@ def test_texts_go_everywhere_that_rows_go(truncation, kept, tmp_path):
     assert fs.filter_rows(rows, own, **options) == (rows, {"kept": 2})
     batch = fs.SFTCollator(own, **options)(rows)
     assert batch["labels"].tolist() == batch["input_ids"].tolist() == [one.labels for one in encoded]
-    stored = fs.encode_dataset(rows, own, cache_dir=tmp_path, **options)
-    assert list(stored) == encoded
-    pack = fs.PackedCollator(max_length=16)(list(stored))
+    assert list(fs.encode_dataset(rows, own, cache_dir=tmp_path, **options)) == encoded
+    pack = fs.PackedCollator(max_length=16)(encoded)
     assert pack["input_ids"][0].tolist() == encoded[0].input_ids + encoded[1].input_ids
     begun = [[-100, *one.labels[1:]] for one in encoded]  # no token of its own precedes a row's first
     assert pack["labels"][0].tolist() == begun[0] + begun[1]
@@ -354,14 +337,10 @@ def search(**arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "search", "arguments": arguments}}
 
 
-def row(*calls: dict[str, Any], tools: Any = None) -> dict[str, Any]:
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": list(calls)},
-        {"role": "tool", "content": "none"},
-        {"role": "assistant", "content": "a"},
-    ]
-    return {"messages": messages, **({"tools": tools} if tools else {})}
+def row(*calls: dict[str, Any], tools: Any) -> dict[str, Any]:
+    made = chat("q", "", ("tool", "none"), ("assistant", "a"))
+    made["messages"][1]["tool_calls"] = list(calls)
+    return {**made, "tools": tools}
 
 
 def tool(**properties: Any) -> dict[str, Any]:
@@ -374,21 +353,17 @@ def arguments_of(given: dict[str, Any]) -> list[Any]:
     return [call["function"]["arguments"] for m in messages for call in m.get("tool_calls", [])]
 
 
-def in_a_table(*rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """As an Arrow table gives them back: each struct of a column has the keys of all."""
-    return _column(list(rows))
-
-
-def _column(values: list[Any]) -> list[Any]:
+def in_a_table(values: list[Any]) -> list[Any]:
+    """As a column of an Arrow table gives them back: each struct has the keys of all."""
     dicts = [value for value in values if isinstance(value, dict)]
     if dicts:
         names = list(dict.fromkeys(name for value in dicts for name in value))
-        columns = {name: iter(_column([value.get(name) for value in dicts])) for name in names}
+        columns = {name: iter(in_a_table([value.get(name) for value in dicts])) for name in names}
         filled = iter([{name: next(columns[name]) for name in names} for _ in dicts])
         return [next(filled) if isinstance(value, dict) else None for value in values]
     lists = [value for value in values if isinstance(value, list)]
     if lists:
-        items = iter(_column([item for value in lists for item in value]))
+        items = iter(in_a_table([item for value in lists for item in value]))
         return [[next(items) for _ in value] if isinstance(value, list) else None for value in values]
     return values
 
@@ -397,11 +372,9 @@ def test_a_null_of_a_json_row_is_printed_as_apply_chat_template_prints_it() -> N
     schema = {"limit": {"type": "integer", "default": None}}
     given = row(search(query="x", limit=None), tools=[tool(query={"type": "string"}, **schema)])
     given["messages"][1]["refusal"] = None  # as OpenAI's API answers
-    tokenizer = TOKENIZERS["chatml"]
-    text = tokenizer.apply_chat_template(given["messages"], tools=given["tools"], tokenize=False)
-    assert tokenizer.decode(encode_chat(given, tokenizer).input_ids) == text
-    assert '"limit": null' in text
-    assert '"default": null' in text
+    text = CHATML.apply_chat_template(given["messages"], tools=given["tools"], tokenize=False)
+    assert CHATML.decode(encode_chat(given, CHATML).input_ids) == text
+    assert re.findall(r'"(\w+)": null', text) == ["default", "limit"]
 
 
 def test_nulls_for_keys_that_a_row_does_not_have() -> None:
@@ -409,35 +382,33 @@ def test_nulls_for_keys_that_a_row_does_not_have() -> None:
         row(search(query="x", limit=3), search(city="Oslo"), tools=[tool(query={"type": "string"})]),
         row(search(deep={"a": 1, "b": [None, 2]}), tools=[tool(limit={"type": "integer", "default": 4})]),
     ]
-    for given, filled in zip(plain, in_a_table(*plain), strict=True):
+    for given, filled in zip(plain, in_a_table(plain), strict=True):
         assert filled["messages"][0]["tool_calls"] is None
         assert read_row(filled).tools == read_row(given).tools
         if "deep" not in json.dumps(given):
             assert arguments_of(filled) == arguments_of(given)
             assert shown(filled) == shown(given)
-    assert arguments_of(in_a_table(*plain)[1]) == [{"deep": {"a": 1, "b": [None, 2]}}]
+    assert arguments_of(in_a_table(plain)[1]) == [{"deep": {"a": 1, "b": [None, 2]}}]
 
 
 def test_the_row_is_left_as_it_was() -> None:
-    given = in_a_table(row(search(query="x", expression=None), tools=[tool(query={"type": "string"})]))[0]
+    (given,) = in_a_table([row(search(query="x", expression=None), tools=[tool(query={"type": "string"})])])
     before = json.dumps(given)
-    encode_chat(given, TOKENIZERS["chatml"])
+    encode_chat(given, CHATML)
     assert json.dumps(given) == before
 
 
 def test_rows_of_numpy() -> None:
-    given = row(search(query="x", limit=3), tools=[tool(query={"type": "string"})])
-    call = search(query=np.str_("x"), limit=np.int64(3))
-    messages = [{**message} for message in given["messages"]]
-    messages[1]["tool_calls"] = np.array([call], dtype=object)
-    messages[3]["weight"] = np.float64(0.0)
-    numpy_row = {
-        "messages": np.array(messages, dtype=object),
-        "tools": np.array(given["tools"], dtype=object),
-    }
-    given["messages"][3]["weight"] = 0
-    assert shown(numpy_row) == shown(given)
-    assert read_row(numpy_row).trained == [True, True, True, False]
+    tools = [tool(query={"type": "string"})]
+    given, other = (
+        row(search(query=text, limit=number), tools=tools)
+        for text, number in (("x", 3), (np.str_("x"), np.int64(3)))
+    )
+    given["messages"][3]["weight"], other["messages"][3]["weight"] = 0, np.float64(0.0)
+    other["messages"][1]["tool_calls"] = np.array(other["messages"][1]["tool_calls"], dtype=object)
+    other = {name: np.array(values, dtype=object) for name, values in other.items()}
+    assert shown(other) == shown(given)
+    assert read_row(other).trained == [True, True, True, False]
 
 
 MINISTRAL = (
@@ -453,6 +424,6 @@ MINISTRAL = (
 def test_parts_of_type_thinking(thought: Any) -> None:
     tokenizer = ct.byte_tokenizer("chatml", template=MINISTRAL)
     parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "yes"}]
-    given = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": parts}]}
+    given = {"messages": [*chat("q")["messages"], {"role": "assistant", "content": parts}]}
     assert shown(given, tokenizer) == "[user]q[assistant]⟦[THINK]hm[/THINK]yes<|im_end|>⟧"
     assert shown(given, tokenizer, train_reasoning=False).endswith("[THINK]hm[/THINK]⟦yes<|im_end|>⟧")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers import (
+    AddedToken,
     Tokenizer,
     decoders,
     models,
@@ -16,7 +17,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_sft import IGNORE_INDEX, ChatTemplateError, encode_chat, filter_rows
+from fsdp_sft import IGNORE_INDEX, ChatTemplateError, EncodedChat, encode_chat, filter_rows
 from fsdp_sft._compat import data
 from fsdp_sft.collate import spans
 from fsdp_sft.collate.encode import tokenise
@@ -50,15 +51,16 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ct.FAMILIES)
-@pytest.mark.parametrize("case", CONVERSATIONS)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *itertools.product(ct.FAMILIES, CONVERSATIONS),
+        *((name, "a system message") for name, family in ct.FAMILIES.items() if family.system),
+    ],
+)
 def test_labels_are_those_of_the_format_written_by_hand(name, case):
-    assert_matches_hand_written(name, chat(*CONVERSATIONS[case])["messages"])
-
-
-@pytest.mark.parametrize("name", [name for name, family in ct.FAMILIES.items() if family.system])
-def test_a_system_message_is_not_trained(name):
-    assert_matches_hand_written(name, chat(("system", "hello"), "hi", "hello")["messages"])
+    turns = {**CONVERSATIONS, "a system message": (("system", "hello"), "hi", "hello")}[case]
+    assert_matches_hand_written(name, chat(*turns)["messages"])
 
 
 PIECES = st.sampled_from([
@@ -113,17 +115,18 @@ def test_merged_tokens_are_trained_if_all_in_front_of_them_is_a_prompt(name, pai
 BPE = {name: ct.bpe_tokenizer(name) for name in ct.FAMILIES}
 
 
+def trained(encoded: EncodedChat) -> list[int]:
+    return [label for label in encoded.labels if label != IGNORE_INDEX]
+
+
 def test_a_token_over_the_start_is_not_trained():
     tokenizer = BPE["chatml"]
     encoded = encode_chat(chat("hi", "\n\nfine"), tokenizer)
-    trained = tokenizer.convert_ids_to_tokens([label for label in encoded.labels if label != IGNORE_INDEX])
     assert "ĊĊ" in tokenizer.convert_ids_to_tokens(encoded.input_ids)
-    assert trained == ["Ċ", "fine", "<|im_end|>"]
+    assert tokenizer.convert_ids_to_tokens(trained(encoded)) == ["Ċ", "fine", "<|im_end|>"]
 
 
 def test_offsets_that_leave_out_spaces_are_repaired():
-    from tokenizers import processors
-
     plain, trimmed = ct.bpe_tokenizer("llama2"), ct.bpe_tokenizer("llama2")
     trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     for row in (chat("hello", "hello there"), chat("a  b", "x   y")):
@@ -135,17 +138,10 @@ def test_offsets_that_leave_out_spaces_are_repaired():
 
 
 def test_a_stop_token_that_takes_the_white_space_around_it():
-    from tokenizers import AddedToken
-
-    tokenizer = ct.byte_tokenizer("phi3")
+    tokenizer = ct.byte_tokenizer("phi3", template=ct.PHI3.replace("<|end|>", "<|stop|>"))
     tokenizer.add_tokens([AddedToken("<|stop|>", lstrip=True, rstrip=True, special=True)])
-    tokenizer.chat_template = ct.PHI3.replace("<|end|>", "<|stop|>")
     encoded = encode_chat(chat("hi", "yes  "), tokenizer)
-    stop = tokenizer.convert_tokens_to_ids("<|stop|>")
-    assert [label for label in encoded.labels if label != IGNORE_INDEX] == [
-        *tokenizer("yes")["input_ids"],
-        stop,
-    ]
+    assert trained(encoded) == [*tokenizer("yes")["input_ids"], tokenizer.convert_tokens_to_ids("<|stop|>")]
 
 
 _WHY = {"role": "assistant", "content": "b", "reasoning_content": "why"}
@@ -201,46 +197,63 @@ def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
     assert shown(row, tokenizer).endswith(f"<|im_start|>assistant\n{block}⟦b<|im_end|>⟧\n")
     assert shown(row, tokenizer, train_on="all").startswith("⟦")
     assert encode_chat(row, tokenizer).notes == ("empty_reasoning",)
-    _, counts = filter_rows([row, chat("a", "<think>c</think>b")], tokenizer)
+    counts = filter_rows([row, chat("a", "<think>c</think>b")], tokenizer)[1]
     assert counts == {"kept": 2, "empty_reasoning": 1}
     assert list(counts.indices["empty_reasoning"]) == [0]
 
 
-@pytest.mark.parametrize("capture", ["macro", "set", None])
-def test_tags_that_count_from_elsewhere_do_not_tell_a_start(capture):
-    """Without a header only the tag tells where the second answer starts, if its offset can be trusted."""
-    tokenizer = ct.byte_tokenizer("chatml")
-    body = (
-        "{% if message.role == 'assistant' %}(note){% generation %}{{ message.content }}<|im_end|>"
-        "{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
-    )
-    macro = "{% macro turn(message) %}" + body + "{% endmacro %}" if capture == "macro" else ""
-    use = {
-        "macro": "{{ turn(message) }}",
-        "set": "{% set text %}" + body + "{% endset %}{{ text }}",
-        None: body,
-    }
-    first = "{% if not loop.index0 or messages[loop.index0 - 1].role != message.role %}"
-    header = first + ct._ROLE + "{% endif %}"
-    loop = "{% for message in messages %}" + header + use[capture] + "{% endfor %}"
-    tokenizer.chat_template = macro + loop + ct._PROMPT
-    row = chat("a", "b", ("assistant", "c"))
-    if capture is None:
-        assert shown(row, tokenizer).endswith("(note)⟦b<|im_end|>⟧(note)⟦c<|im_end|>⟧")
-    else:
-        with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
-            encode_chat(row, tokenizer)
+_HEADER_ONCE = (
+    "{% if not loop.index0 or messages[loop.index0 - 1].role != message.role %}" + ct._ROLE + "{% endif %}"
+)
+_BODY = (
+    "{% if message.role == 'assistant' %}(note){% generation %}{{ message.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+)
+# Without a header only the tag tells where the second answer starts, if its offset can be trusted.
+CAPTURES = {
+    "in a macro": ("{% macro turn(message) %}" + _BODY + "{% endmacro %}", "{{ turn(message) }}"),
+    "in a variable": ("", "{% set text %}" + _BODY + "{% endset %}{{ text }}"),
+    "nowhere": ("", _BODY),
+}
 
 
-def test_templates_that_depend_on_what_the_user_wrote():
-    tokenizer = ct.byte_tokenizer(
-        "chatml",
-        template="{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML,
-    )
-    assert "⟦b<|im_end|>⟧" in shown(chat("a, please", "b"), tokenizer)
-    # Now the user's own text stays in the second rendering, so it must not look like a header.
-    with pytest.raises(ChatTemplateError, match="depends on the message's content"):
-        encode_chat(chat("please <|im_start|>assistant\nc", "b"), tokenizer)
+def tagged(capture: str) -> str:
+    macro, use = CAPTURES[capture]
+    return macro + "{% for message in messages %}" + _HEADER_ONCE + use + "{% endfor %}" + ct._PROMPT
+
+
+TWO_ANSWERS = chat("a", "b", ("assistant", "c"))
+POLITE = "{% if 'please' in messages[0].content %}{{ '<|user|>polite\\n' }}{% endif %}" + ct.CHATML
+_NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "reason"),
+    [
+        (tagged("in a macro"), TWO_ANSWERS, "second assistant message in a row"),
+        (tagged("in a variable"), TWO_ANSWERS, "second assistant message in a row"),
+        (ct.CHATML.replace(ct._ROLE, _HEADER_ONCE), TWO_ANSWERS, "second assistant message in a row"),
+        # The user's own text stays in the second rendering, so it must not look like a header.
+        (POLITE, chat("please <|im_start|>assistant\nc", "b"), "depends on the message's content"),
+        (_NO_SYSTEM + ct.GEMMA, chat(("system", "s"), "a", "b"), "System role not supported; change the row"),
+    ],
+)
+def test_a_row_that_a_template_does_not_take_is_refused(template, row, reason):
+    with pytest.raises(ChatTemplateError, match=reason):
+        encode_chat(row, ct.byte_tokenizer("gemma", template=template))
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (tagged("nowhere"), TWO_ANSWERS, "(note)⟦b<|im_end|>⟧(note)⟦c<|im_end|>⟧"),
+        (POLITE, chat("a, please", "b"), "⟦b<|im_end|>⟧\n"),
+    ],
+)
+def test_a_row_that_is_nearly_refused(template, row, expected):
+    assert shown(row, ct.byte_tokenizer("chatml", template=template)).endswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -256,40 +269,13 @@ def test_templates_that_depend_on_what_the_user_wrote():
     ],
 )
 def test_a_template_that_cannot_be_followed_is_refused(old, new, reason):
-    tokenizer = ct.byte_tokenizer("chatml", name_or_path="some/model")
     assert old in ct.CHATML
-    tokenizer.chat_template = ct.CHATML.replace(old, new)
+    tokenizer = ct.byte_tokenizer("chatml", name_or_path="some/model", template=ct.CHATML.replace(old, new))
     row = chat("a", "b", "c", "d", "e", "f")
     if old == ct._CALLS:
         row["messages"][3]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": 1}}}]
-    with pytest.raises(ChatTemplateError, match=reason) as caught:
+    with pytest.raises(ChatTemplateError, match=rf"some/model.*{reason}.*chat_template="):
         encode_chat(row, tokenizer)
-    assert "some/model" in str(caught.value)
-    assert "chat_template=" in str(caught.value)
-
-
-def test_a_second_answer_in_a_row_without_a_header_is_refused():
-    tokenizer = ct.byte_tokenizer(
-        "chatml",
-        template=ct.CHATML.replace(
-            ct._ROLE,
-            "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != message.role %}"
-            + ct._ROLE
-            + "{% endif %}",
-        ),
-    )
-    with pytest.raises(ChatTemplateError, match="second assistant message in a row"):
-        encode_chat(chat("a", "b", ("assistant", "c")), tokenizer)
-
-
-def test_a_template_that_refuses_the_conversation_names_itself():
-    tokenizer = ct.byte_tokenizer(
-        "gemma",
-        template="{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-        "{% endif %}" + ct.GEMMA,
-    )
-    with pytest.raises(ChatTemplateError, match="System role not supported; change the row"):
-        encode_chat(chat(("system", "s"), "a", "b"), tokenizer)
 
 
 def test_private_use_characters_of_the_sentinels_are_texts_like_others():
@@ -308,15 +294,12 @@ def test_a_long_conversation_takes_as_many_renderings_as_a_short_one(monkeypatch
     monkeypatch.setattr(data, "render_chat", lambda *a, **k: counts.append(1) or render(*a, **k))
     for turns in (2, 64):
         counts.clear()
-        row = chat(*(f"text {number}" for number in range(turns)))
-        encoded = encode_chat(row, TOKENIZERS["chatml"])
+        encoded = encode_chat(chat(*(f"text {number}" for number in range(turns))), TOKENIZERS["chatml"])
         assert len(counts) <= 4 + 5 * (turns == 2), "a probe once, then two renderings, and two of prompts"
         assert sum(marks(encoded)) == sum(len(f"text {n}") + 1 for n in range(1, turns, 2))
 
 
 def test_special_tokens_are_not_added_a_second_time():
-    from tokenizers import processors
-
     tokenizer = ct.byte_tokenizer("llama3")
     bos = ("<|begin_of_text|>", tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -333,13 +316,13 @@ def test_the_worked_example_at_the_top_of_the_module_is_true():
     text = found.text.replace("\n", "↵")
     (number,) = [n for n, line in enumerate(lines) if line.strip() == text]
     column = lines[number].index(text)
-    ruler, leaves, trained = (lines[number + step] for step in (-1, 1, 3))
+    ruler, leaves, marked = (lines[number + step][column:] for step in (-1, 1, 3))
     (turn,) = found.turns
     question, answer = text.index("1 + 1?"), turn.start
     for place in (0, question, question + len("1 + 1?"), answer, turn.end):
-        assert ruler[column + place :].split()[0] == str(place)
-    assert leaves[column:].rstrip() == f"{'^' * 6:>{question + 6}}{'^':>{answer + 1 - question - 6}}"
-    assert trained[column:] == f"{'':>{turn.start}}{'~' * (turn.end - turn.start)}"
+        assert ruler[place:].split()[0] == str(place)
+    assert leaves.rstrip() == f"{'^' * 6:>{question + 6}}{'^':>{answer + 1 - question - 6}}"
+    assert marked == f"{'':>{turn.start}}{'~' * (turn.end - turn.start)}"
     assert text[turn.start : turn.end] == "2<|im_end|>"
 
 
@@ -382,8 +365,7 @@ def _places(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list[int], l
 
 
 def test_each_edge_is_where_a_tokenizer_that_trims_nothing_has_it() -> None:
-    tokenizer = _trained(trim_offsets=False)
-    texts = _texts(300)
+    tokenizer, texts = _trained(), _texts(300)
     for text, tokens in zip(texts, tokenise(tokenizer, texts), strict=True):
         ids, places = _places(tokenizer, text)
         assert tokens.ids == ids
@@ -393,10 +375,9 @@ def test_each_edge_is_where_a_tokenizer_that_trims_nothing_has_it() -> None:
 
 
 def test_with_trimmed_offsets_a_word_begins_with_its_space_all_the_same() -> None:
-    tokenizer, plain = _trained(trim_offsets=True), _trained(trim_offsets=False)
     texts = [text for text in _texts(100) if text]
-    pairs = zip(tokenise(tokenizer, texts), tokenise(plain, texts), texts, strict=True)
-    for tokens, expected, text in pairs:
+    trimmed, plain = (tokenise(_trained(trim_offsets=trim), texts) for trim in (True, False))
+    for tokens, expected, text in zip(trimmed, plain, texts, strict=True):
         for position in range(len(text) + 1):
             first = expected.first_from(position)
             assert tokens.first_from(position) == first, (text, position)

@@ -30,7 +30,6 @@ def _loop(root: str, number: int, victim: int) -> tuple[int, int, list[int]]:
                 assert guard.should_stop()
                 fs.save_checkpoint(root, step, model=model)
                 break
-    assert guard.signal is not None
     torch.distributed.barrier()
     return step, int(guard.signal), [info.step for info in fs.find_checkpoints(root) if info.sound]
 
@@ -53,8 +52,7 @@ def test_handlers_come_back_and_nested_guards_tell_each_other() -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 assert inner.should_stop()
             assert inner.signal == outer.signal == signal.SIGUSR1, "without asking the other ranks again"
-            assert outer.should_stop()
-        assert heard == []
+            assert (outer.should_stop(), heard) == (True, [])
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
     finally:
@@ -105,23 +103,20 @@ def test_a_loaders_workers_outlive_the_signal(tmp_path: Path, method: str, loade
     script.write_text(textwrap.dedent(WITH_WORKERS))
     command = [sys.executable, str(script), str(tmp_path), loader, method]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "now\n"
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(60) == 85
-        assert process.stdout.readline() == "stopped by SIGTERM\n"
+        assert (process.wait(60), process.stdout.readline()) == (85, "stopped by SIGTERM\n")
     assert (tmp_path / "worker-1").exists(), "the loader's own worker_init_fn is called too"
     assert [info.sound for info in fs.find_checkpoints(tmp_path / "saved")] == [True]
 
 
 def test_a_loader_is_left_alone_without_a_guard_or_workers() -> None:
-    loader = torch.utils.data.DataLoader([1, 2])
+    loader, busy = (torch.utils.data.DataLoader([1, 2], num_workers=number) for number in (0, 1))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert list(fs.keep_workers_alive(loader)) == [torch.tensor([1]), torch.tensor([2])]
     with fs.PreemptionGuard():
-        assert list(fs.keep_workers_alive(loader)) == [torch.tensor([1]), torch.tensor([2])]
         assert list(fs.keep_workers_alive([3])) == [3]
-        busy = torch.utils.data.DataLoader([1, 2], num_workers=1)
-        assert list(fs.keep_workers_alive(busy)) == [torch.tensor([1]), torch.tensor([2])]
+        for each in (loader, busy):
+            assert list(fs.keep_workers_alive(each)) == [torch.tensor([1]), torch.tensor([2])]
         assert busy.worker_init_fn is None
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

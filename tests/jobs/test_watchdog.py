@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,34 +47,29 @@ def _sum() -> None:
     total.item()
 
 
-def _at(step: int, folder: Path, action: Callable[[], Any]) -> Callable[[int], None]:
-    def act(now: int) -> None:
-        if now == step:
-            time.sleep(HEARD)
-            (folder / "acted").write_text(str(time.time()))
-            action()
-
-    return act
+def _acted(folder: Path) -> None:
+    (folder / "acted").write_text(str(time.time()))
 
 
-def _signalled(number: int) -> Callable[[fs.Watchdog, Path, bool], None]:
-    def scene(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
-        act = _at(3, folder, lambda: os.kill(os.getpid(), number))
-        _lockstep(watchdog, 8, act if is_victim else lambda step: None)
+def _act(folder: Path, action: Callable[[], Any], step: int = 3) -> None:
+    """What the victim does in step 3."""
+    if step == 3:
+        time.sleep(HEARD)
+        _acted(folder)
+        action()
 
-    return scene
+
+def _signalled(number: int, watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    act = partial(_act, folder, partial(signal.raise_signal, number))
+    _lockstep(watchdog, 8, act if is_victim else lambda step: None)
 
 
-def _apart(action: Callable[[], Any]) -> Callable[[fs.Watchdog, Path, bool], None]:
+def _apart(action: Callable[[], Any], watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     """The others wait where no broken connection wakes them, as under NCCL."""
-
-    def scene(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
-        watchdog.step(3)
-        if is_victim:
-            _at(3, folder, action)(3)
-        time.sleep(60)
-
-    return scene
+    watchdog.step(3)
+    if is_victim:
+        _act(folder, action)
+    time.sleep(60)
 
 
 def _raises() -> None:
@@ -88,7 +84,7 @@ def _ahead(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     """One rank is alone in a collective, and the others are elsewhere."""
     _lockstep(watchdog, 4)
     if is_victim:
-        (folder / "acted").write_text(str(time.time()))
+        _acted(folder)
         watchdog.step(5)
         _sum()
     time.sleep(60)
@@ -102,7 +98,7 @@ def _exchange(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
         model = fs.shard_model(tiny_model("llama"), mesh=mesh).to(device_here()).train()
         fs.use_context_parallel(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step, act = 0, _at(3, folder, lambda: time.sleep(60))
+        step, act = 0, partial(_act, folder, lambda: time.sleep(60))
         if is_victim:
             model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: act(step))
         for step in (1, 2):
@@ -117,7 +113,7 @@ def _save(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     model = torch.nn.Linear(4, 4)
     watchdog.step(3)
     if is_victim:
-        model.register_state_dict_pre_hook(lambda *_: _at(3, folder, lambda: time.sleep(60))(3))
+        model.register_state_dict_pre_hook(lambda *_: _act(folder, lambda: time.sleep(60)))
     with watchdog.phase("save", timeout=TIMEOUT):
         fs.save_checkpoint(folder / "checkpoints", 3, model=model)
 
@@ -125,14 +121,11 @@ def _save(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
 def _healthy(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     """A step of half the time-out, a long save and a long pause of one rank, and unequal ends."""
     _lockstep(watchdog, 6, lambda step: time.sleep(0.5 * TIMEOUT * (is_victim and step in (2, 3))))
-    if is_victim:
-        with watchdog.phase("save", timeout=30):
-            time.sleep(1.2 * TIMEOUT)
-    dist.barrier()
-    if is_victim:
-        with watchdog.phase("pause", timeout=math.inf):
-            time.sleep(1.2 * TIMEOUT)
-    dist.barrier()
+    for name, timeout in (("save", 30), ("pause", math.inf)):
+        if is_victim:
+            with watchdog.phase(name, timeout=timeout):
+                time.sleep(1.2 * TIMEOUT)
+        dist.barrier()
     for step in range(7, 10 if is_victim else 7):
         watchdog.step(step)
         time.sleep(0.5 * TIMEOUT)
@@ -140,9 +133,15 @@ def _healthy(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
 
 # name -> (function, ranks, victim, who hosts the store, what the report says of the victim)
 SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str, str]] = {
-    "stop-host": (_signalled(signal.SIGSTOP), 2, 0, "rank 0", "stopped, was .* in step 3, phase train"),
+    "stop-host": (
+        partial(_signalled, signal.SIGSTOP),
+        2,
+        0,
+        "rank 0",
+        "stopped, was .* in step 3, phase train",
+    ),
     "die-host": (
-        _apart(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        partial(_apart, partial(signal.raise_signal, signal.SIGKILL)),
         2,
         0,
         "rank 0",
@@ -151,10 +150,16 @@ SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str
     "ahead-2": (_ahead, 2, 0, "rank 0", "waiting in all_reduce in step 5, phase train"),
     "save-3": (_save, 3, 2, "agent", "outside of a collective in step 3, phase save, .*test_watchdog"),
     "exchange-2": (_exchange, 2, 1, "agent", "outside of a collective in step 3, .*test_watchdog"),
-    "raise-2": (_apart(_raises), 2, 1, "agent", r"failed with ValueError\('the data ends here'\) in step 3"),
+    "raise-2": (
+        partial(_apart, _raises),
+        2,
+        1,
+        "agent",
+        r"failed with ValueError\('the data ends here'\) in step 3",
+    ),
     # gloo wakes the others, who raise: the report comes in place of their exceptions. Rank 5 looks at its
     # neighbour, rank 0, and not at rank 4.
-    "kill-6": (_signalled(signal.SIGKILL), 6, 4, "agent", "dead, was .*, phase (train|start)"),
+    "kill-6": (partial(_signalled, signal.SIGKILL), 6, 4, "agent", "dead, was .*, phase (train|start)"),
     "absent-2": (_lockstep_for_ever, 2, 1, "agent", "not heard of: it has not entered its watchdog"),
     "healthy-3": (_healthy, 3, 1, "agent", ""),
 }
@@ -171,25 +176,22 @@ class Outcome(NamedTuple):
 def _run_rank(name: str, folder: Path, rank: int, port: int, own: Simulated | None) -> None:
     function, world_size, victim, host, _ = SCENES[name]
     become(own)
-    descriptor = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 2)
+    os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
     hosts = host == "rank 0" and rank == 0
-    if host == "rank 0" and not hosts:
-        while not (folder / "port").exists():
+    if host == "rank 0":  # the given one is the agent's
+        while not hosts and not (folder / "port").exists():
             time.sleep(0.01)
-        port = int((folder / "port").read_text())
-    place = 0 if hosts else port  # the given one is the agent's
-    store = dist.TCPStore("127.0.0.1", place, is_master=hosts, timeout=timedelta(seconds=60))
+        port = 0 if hosts else int((folder / "port").read_text())
+    store = dist.TCPStore("127.0.0.1", port, is_master=hosts, timeout=timedelta(seconds=60))
     if hosts:
         (folder / "port.tmp").write_text(str(store.port))
         (folder / "port.tmp").rename(folder / "port")
     dist.init_process_group(backend_here(), store=store, rank=rank, world_size=world_size)
     if name.startswith("absent") and rank == victim:
-        (folder / "acted").write_text(str(time.time()))
+        _acted(folder)
         time.sleep(600)
-    timeout = LONG_TIMEOUT if name == "kill-6" else TIMEOUT
-    with fs.Watchdog(timeout=timeout) as watchdog:
+    with fs.Watchdog(timeout=LONG_TIMEOUT if name == "kill-6" else TIMEOUT) as watchdog:
         with watchdog.phase("start", timeout=60):  # until all have begun, on a machine that is busy
             if not name.startswith("absent"):
                 dist.barrier()
@@ -199,14 +201,18 @@ def _run_rank(name: str, folder: Path, rank: int, port: int, own: Simulated | No
         time.sleep(1)  # gloo's own farewell goes through the store as well
 
 
+def _started(function: Callable[..., Any], *args: Any) -> Any:
+    process = forks.process(function, *args)
+    process.start()
+    return process
+
+
 def _play(name: str, folder: Path) -> list[Outcome]:
     """Let the ranks of a scene play it to its end; those that are stopped, or never begin, are killed."""
     _, world_size, victim, _, _ = SCENES[name]
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
     devices = enumerate(for_ranks(world_size))
-    processes = [forks.process(_run_rank, name, folder, rank, agent.port, own) for rank, own in devices]
-    for process in processes:
-        process.start()
+    processes = [_started(_run_rank, name, folder, rank, agent.port, own) for rank, own in devices]
     deadline = time.monotonic() + 60
     for rank, process in enumerate(processes):
         if rank != victim or not name.startswith(("stop", "absent")):
@@ -216,7 +222,7 @@ def _play(name: str, folder: Path) -> list[Outcome]:
         process.kill()
         process.join()
     acted = float((folder / "acted").read_text()) if (folder / "acted").exists() else math.nan
-    files = [folder / f"stderr-{rank}" for rank in range(world_size)]
+    files = (folder / f"stderr-{rank}" for rank in range(world_size))
     return [
         Outcome(code, file.read_text(), file.stat().st_mtime - acted)
         for code, file in zip(codes, files, strict=True)
@@ -225,8 +231,7 @@ def _play(name: str, folder: Path) -> list[Outcome]:
 
 @pytest.mark.parametrize("name", [name for name in SCENES if name != "healthy-3"])
 def test_the_rank_is_named_on_all_that_live_within_the_set_time(name: str, tmp_path: Path) -> None:
-    _, _, victim, _, says = SCENES[name]
-    what = name.partition("-")[0]
+    (_, _, victim, _, says), what = SCENES[name], name.partition("-")[0]
     ends = {"stop": None, "die": -signal.SIGKILL, "kill": -signal.SIGKILL, "raise": 1, "absent": None}
     for rank, outcome in enumerate(_play(name, tmp_path)):
         if rank == victim and what in ends:
@@ -247,8 +252,7 @@ def test_the_rank_is_named_on_all_that_live_within_the_set_time(name: str, tmp_p
 
 def test_a_healthy_run_raises_no_alarm(tmp_path: Path) -> None:
     outcomes = _play("healthy-3", tmp_path)
-    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
-    assert not any("watchdog" in outcome.stderr for outcome in outcomes)
+    assert [(outcome.exit_code, "watchdog" in outcome.stderr) for outcome in outcomes] == [(0, False)] * 3
 
 
 # --- one process ------------------------------------------------------------------------------------------
@@ -267,22 +271,18 @@ def _alone(hang: bool, path: str) -> None:
 
 
 def test_a_single_process_watches_itself(tmp_path: Path) -> None:
-    files = [tmp_path / "healthy", tmp_path / "hangs"]
-    processes = [forks.process(_alone, i == 1, str(files[i])) for i in range(2)]
-    for process in processes:
-        process.start()
+    processes = [_started(_alone, hang, str(tmp_path / str(hang))) for hang in (False, True)]
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0, fs.STALL_EXIT_CODE]
-    assert files[0].read_text() == ""
-    report = files[1].read_text()
+    healthy, report = ((tmp_path / str(hang)).read_text() for hang in (False, True))
+    assert healthy == ""
     assert "no progress for 1 s on rank 0" in report
     assert re.search(r"in step 9, phase train, at test_watchdog.py:\d+ in _alone", report)
 
 
 def test_a_process_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
-    process = forks.process(_alone, False, str(tmp_path / "report"))
-    process.start()
+    process = _started(_alone, False, str(tmp_path / "report"))
     while not (tmp_path / "report").exists():
         time.sleep(0.01)
     time.sleep(0.5)

@@ -49,7 +49,6 @@ LLAMA_8B = tf.LlamaConfig(
 
 
 def family_config(family: str, draw: random.Random, *, vocab: int, hidden: int, layers: int) -> Any:
-    """A small model of a family."""
     heads = hidden // 64
     common = {
         "vocab_size": vocab,

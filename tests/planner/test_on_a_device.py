@@ -21,24 +21,24 @@ from tests.planner.families import FAMILIES, family_config
 from tests.simulated.ranks import run_simulated
 
 CASES = 20
+Case = tuple[Any, dict[str, Any]]
+# The CPU's kernels, and what only accelerators have: products of 16-bit matrices into float32.
+SIMULATED = dataclasses.replace(gpu_named("cpu"), name="simulated")
 LARGEST_ERROR = 0.01
 # Ranks that share out experts gather and reduce them as groups of their own, in the middle of a block; the
 # estimate has them gathered and reduced with the block. Eager experts add gradients of a whole stack to each
 # other: autograd does that in place where nothing else holds the sum, but never on meta tensors: the estimate
 # has one stack too many. Both are much in a model this small, and a hundredth or less in one of billions.
 LARGEST_ERROR_OF_EXPERTS = 0.025
-_ADAMW: dict[str, dict[str, Any]] = {
-    "adamw_foreach": {"foreach": True},
-    "adamw_fused": {"fused": True},
-    "adamw_for_loop": {"foreach": False},
+_ADAMW: dict[str, Any] = {
+    "adamw_for_loop": functools.partial(torch.optim.AdamW, foreach=False),
+    "adamw_foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "adamw_fused": functools.partial(torch.optim.AdamW, fused=True),
 }
-_OPTIMIZERS: dict[str, Any] = {
-    **{name: functools.partial(torch.optim.AdamW, **options) for name, options in _ADAMW.items()},
-    "adamw_stochastic": fs.StochasticAdamW,
-}
+_OPTIMIZERS = {**_ADAMW, "adamw_stochastic": fs.StochasticAdamW}
 
 
-def random_case(seed: int) -> tuple[Any, dict[str, Any]]:
+def random_case(seed: int) -> Case:
     """A configuration of a family that the seed names, small enough to be run."""
     draw = random.Random(seed)
     num_gpus, replicas = draw.choice(((2, 1), (2, 1), (3, 1), (4, 2)))
@@ -62,21 +62,20 @@ def random_case(seed: int) -> tuple[Any, dict[str, Any]]:
     return config, options
 
 
-def shared_case(seed: int) -> tuple[Any, dict[str, Any]]:
+def shared_case(seed: int) -> Case:
     """One of those, with ranks that share rows, and longer rows, which the ranks need not divide."""
     config, options = random_case(seed)
     draw = random.Random(f"shared {seed}")
     num_gpus, replicas, cp = draw.choice(((2, 1, 2), (4, 1, 2), (4, 2, 2), (4, 1, 4), (4, 1, 4)))
-    options |= {"num_gpus": num_gpus, "dp_replicate": replicas, "cp": cp}
-    return config, {**options, "seq_length": draw.choice((512, 1023, 1024))}
+    length = draw.choice((512, 1023, 1024))
+    return config, options | {"num_gpus": num_gpus, "dp_replicate": replicas, "cp": cp, "seq_length": length}
 
 
-def stochastic_case(seed: int) -> tuple[Any, dict[str, Any]]:
+def stochastic_case(seed: int) -> Case:
     """In bfloat16 and rounded stochastically, of so few tokens that the update is the peak."""
-    _, options = random_case(seed)
     draw = random.Random(f"stochastic {seed}")
     config = family_config(FAMILIES[seed % len(FAMILIES)], draw, vocab=8192, hidden=256, layers=4)
-    options |= {
+    return config, random_case(seed)[1] | {
         "master_dtype": torch.bfloat16,
         "optimizer": "adamw_stochastic",
         "loss_impl": "chunked",
@@ -84,13 +83,14 @@ def stochastic_case(seed: int) -> tuple[Any, dict[str, Any]]:
         "dp_replicate": 1,
         "grad_accum_steps": 1,
         "reshard_after_forward": True,
+        "micro_batch_size": 1,
+        "seq_length": 32,
+        "sac_ratio": "1",
     }
-    return config, {**options, "micro_batch_size": 1, "seq_length": 32, "sac_ratio": "1"}
 
 
-def experts_case(seed: int) -> tuple[Any, dict[str, Any]]:
+def experts_case(seed: int) -> Case:
     """A mixture of many choices a token."""
-    _, options = random_case(seed)
     draw = random.Random(f"experts {seed}")
     config = tf.Qwen3MoeConfig(
         vocab_size=512,
@@ -105,27 +105,36 @@ def experts_case(seed: int) -> tuple[Any, dict[str, Any]]:
         max_position_embeddings=4096,
     )
     config._experts_implementation = "grouped_mm"
-    options |= {"num_gpus": 2, "dp_replicate": 1, "micro_batch_size": 2, "seq_length": 512}
-    return config, options
+    sizes = {"num_gpus": 2, "dp_replicate": 1, "micro_batch_size": 2, "seq_length": 512}
+    return config, random_case(seed)[1] | sizes
 
 
-def shared_out_case(seed: int) -> tuple[Any, dict[str, Any]]:
+def shared_out_case(seed: int) -> Case:
     """Experts that ranks share out; every token goes to all of them, so that each rank gets what it sends."""
     config, options = experts_case(seed)
     num_gpus, ep_size = random.Random(f"shared out {seed}").choice(((2, 2), (4, 2), (4, 4)))
     config.num_experts = config.num_experts_per_tok = 4
-    options |= {"num_gpus": num_gpus, "ep_size": ep_size, "grad_sync": "each"}
-    return config, options
+    return config, options | {"num_gpus": num_gpus, "ep_size": ep_size, "grad_sync": "each"}
 
 
-def cut_case(seed: int) -> tuple[Any, dict[str, Any]]:
+def cut_case(seed: int) -> Case:
     """Stacks of fewer experts than ranks, which are cut along another dimension and copied when gathered."""
-    _, options = random_case(seed)
-    draw = random.Random(f"cut {seed}")
-    config = family_config("mixtral", draw, vocab=512, hidden=256, layers=2)
+    config = family_config("mixtral", random.Random(f"cut {seed}"), vocab=512, hidden=256, layers=2)
     config.num_local_experts = 2
-    options |= {"num_gpus": 4, "dp_replicate": 1, "micro_batch_size": 1, "seq_length": 64, "sac_ratio": "1"}
-    return config, options | {"grad_accum_steps": 1, "reshard_after_forward": True}
+    sizes = {"num_gpus": 4, "dp_replicate": 1, "micro_batch_size": 1, "seq_length": 64}
+    way = {"sac_ratio": "1", "grad_accum_steps": 1, "reshard_after_forward": True}
+    return config, random_case(seed)[1] | sizes | way
+
+
+def _memory_of_the_last(steps: int, *of_a_step: Any, **options: Any) -> tuple[int, int]:
+    """(bytes held after so many steps, most bytes in use in the last of them)."""
+    for _ in range(steps):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        fs.train_step(*of_a_step, **options, check=False)
+    torch.accelerator.synchronize()
+    stats = torch.accelerator.memory_stats()
+    return stats["requested_bytes.all.current"], stats["requested_bytes.all.peak"]
 
 
 def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
@@ -156,12 +165,8 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
         batch["attention_mask"][0, -1] = 0  # transformers makes no mask of ones alone
     window = [batch] * options["grad_accum_steps"]
     fs.prepare_loss(model, impl=options["loss_impl"], router_loss="off")
-    for _ in range(3):
-        torch.accelerator.synchronize()
-        torch.accelerator.reset_peak_memory_stats()
-        fs.train_step(model, window, optimizer, grad_sync=options["grad_sync"], check=False)
-    torch.accelerator.synchronize()
-    return torch.accelerator.memory_stats()["requested_bytes.all.peak"], torch.sim.touched()
+    _, peak = _memory_of_the_last(3, model, window, optimizer, grad_sync=options["grad_sync"])
+    return peak, torch.sim.touched()
 
 
 @pytest.mark.timeout(660)
@@ -173,10 +178,7 @@ def test_the_estimate_is_what_a_device_has_in_use(draw: Any, seed: int) -> None:
     config, options = draw(seed)
     found = run_simulated(_peak, options["num_gpus"], config, options, devices=4, timeout=600)
     assert [touched for _, touched in found] == [[index] for index in range(len(found))]
-    setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **options)
-    # The CPU's kernels, and what only accelerators have: products of 16-bit matrices into float32.
-    device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    expected = fs.estimate_memory(config, dataclasses.replace(setup, gpu=device))
+    expected = fs.estimate_memory(config, fs.Run(gpu=SIMULATED, logits_dtype=torch.float32, **options))
     bound = LARGEST_ERROR_OF_EXPERTS if draw in (experts_case, shared_out_case) else LARGEST_ERROR
     assert expected.peak_bytes == pytest.approx(found[0][0], rel=bound), (expected.peak_phase, options)
 
@@ -187,27 +189,13 @@ LENGTH, RANK = 256, 8
 # Matmuls of bfloat16 take forty times as long as float32's on CPUs without AVX-512: few tokens, small layers.
 BATCHES = {"dense": 1, "sparse": 2, "oss": 2}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-COMMON = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-DENSE = tf.LlamaConfig(hidden_size=256, intermediate_size=768, vocab_size=256, **COMMON)
-SPARSE = tf.Qwen3MoeConfig(
-    hidden_size=256,
-    moe_intermediate_size=128,
-    num_experts=6,
-    num_experts_per_tok=2,
-    head_dim=64,
-    vocab_size=512,
-    **COMMON,
-)
-OSS = tf.GptOssConfig(
-    hidden_size=256,
-    intermediate_size=128,
-    num_local_experts=6,
-    num_experts_per_tok=2,
-    head_dim=64,
-    vocab_size=512,
-    **COMMON,
-)
-MODELS = {"dense": DENSE, "sparse": SPARSE, "oss": OSS}
+COMMON = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+MIXED = {**COMMON, "num_experts_per_tok": 2, "head_dim": 64, "vocab_size": 512}
+MODELS = {
+    "dense": tf.LlamaConfig(intermediate_size=768, vocab_size=256, **COMMON),
+    "sparse": tf.Qwen3MoeConfig(moe_intermediate_size=128, num_experts=6, **MIXED),
+    "oss": tf.GptOssConfig(intermediate_size=128, num_local_experts=6, **MIXED),
+}
 
 # (model, how frozen weights are kept, replicas, further options)
 PACKED_CASES: list[tuple[str, Any, int, dict[str, Any]]] = [
@@ -237,13 +225,7 @@ def _use(folder: Path, cases: list[Any]) -> list[tuple[int, int]]:
         model = composed(folder / name, mesh=mesh, peft_config=lora, frozen_dtype=kind, **options)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
         ids = torch.arange(BATCHES[name] * LENGTH).view(-1, LENGTH) % (MODELS[name].vocab_size - 12) + 3
-        for _ in range(2):
-            torch.accelerator.synchronize()
-            torch.accelerator.reset_peak_memory_stats()
-            fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer, check=False)
-        torch.accelerator.synchronize()
-        stats = torch.accelerator.memory_stats()
-        found.append((stats["requested_bytes.all.current"], stats["requested_bytes.all.peak"]))
+        found.append(_memory_of_the_last(2, model, [{"input_ids": ids, "labels": ids}], optimizer))
         del model, optimizer
         gc.collect()
     return found
@@ -260,7 +242,6 @@ def _folders(root: Path) -> None:
 
 
 def _expected(root: Path, case: Any) -> MemoryEstimate:
-    """The planner's estimate of a case."""
     name, kind, replicas, options = case
     run = {
         "num_gpus": 4,
@@ -272,9 +253,8 @@ def _expected(root: Path, case: Any) -> MemoryEstimate:
         "frozen_dtype": kind,
         "attention_mask": False,
     }
-    setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **run, **options)
-    device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    return fs.estimate_memory(root / name, dataclasses.replace(setup, gpu=device))
+    setup = fs.Run(gpu=SIMULATED, logits_dtype=torch.float32, **run, **options)
+    return fs.estimate_memory(root / name, setup)
 
 
 @pytest.mark.timeout(660)
@@ -290,5 +270,4 @@ def test_packed_weights_take_what_the_estimate_says(tmp_path: Path) -> None:
         if case not in PACKED_CASES[-2:]:
             assert estimated.peak_bytes == pytest.approx(peak, rel=LARGEST_ERROR), case
     (_, plain), (_, packed) = found[-2:]
-    saved = memory[-2].peak_bytes - memory[-1].peak_bytes
-    assert plain - packed == pytest.approx(saved, abs=1e-4 * plain)
+    assert plain - packed == pytest.approx(memory[-2].peak_bytes - memory[-1].peak_bytes, abs=1e-4 * plain)

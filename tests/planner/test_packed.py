@@ -28,20 +28,21 @@ RANKS = 3
 JOB: dict[str, Any] = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 2048, "attention_mask": False}
 
 
-def _gpt_oss_120b() -> Any:
-    """https://huggingface.co/openai/gpt-oss-120b/blob/main/config.json."""
-    config = tf.GptOssConfig(num_hidden_layers=36, num_local_experts=128)
-    outside = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": outside}
-    return config
-
-
-def _deepseek_v4_flash() -> Any:
-    """DeepSeek-V4-Flash, whose sizes are the defaults of its class."""
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}
-    return tf.DeepseekV4Config(quantization_config=settings)
-
-
+# https://huggingface.co/openai/gpt-oss-120b/blob/main/config.json
+GPT_OSS_120B = tf.GptOssConfig(
+    num_hidden_layers=36,
+    num_local_experts=128,
+    quantization_config={
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+        ],
+    },
+)
+# Its sizes are the defaults of its class.
+DEEPSEEK_V4_FLASH = tf.DeepseekV4Config(
+    quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}
+)
 FOLDERS = {"gpt-oss": mxfp4_folder, "deepseek-v3": deepseek_folder}
 
 
@@ -52,7 +53,7 @@ def _shards(root: Path) -> dict[str, Any]:
     for family, kind in itertools.product(FOLDERS, KINDS):
         lora = peft.LoraConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM")
         model = composed(root / family, mesh=mesh_here(), peft_config=lora, frozen_dtype=kind)
-        shards = [local_of(parameter) for parameter in model.parameters()]
+        shards = map(local_of, model.parameters())
         packed = [shard.rows.numel() for shard in shards if isinstance(shard, PackedShard)]
         found[f"{family} {kind}"] = len(packed), sum(packed)
     return found
@@ -71,27 +72,30 @@ def shards(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("family", FOLDERS)
 def test_the_plan_packs_what_shards_pack(shards: Any, family: str, kind: str) -> None:
     root, found = shards
-    job = {"num_gpus": RANKS, "micro_batch_size": 1, "seq_length": 8, "frozen_dtype": kind}
-    packed = _packed(root / family, fs.Run(**job, lora_rank=2, lora_targets=TARGETS))
+    job = {"num_gpus": RANKS, "frozen_dtype": kind, "lora_rank": 2, "lora_targets": TARGETS}
+    packed = _packed(root / family, fs.Run(**job, micro_batch_size=1, seq_length=8))
     size = sum(layout.shard_rows(RANKS) * layout.form.row_bytes for layout in packed)
     assert (len(packed), size) == found[f"{family} {kind}"]
 
 
 def _packed(config: Any, run: fs.Run) -> list[Any]:
-    """The matrices that a plan packs."""
-    groups = build_skeleton(config, run).groups
-    return [layout for group in groups for layout in group_sizes(group, run).packed]
+    return [
+        layout for group in build_skeleton(config, run).groups for layout in group_sizes(group, run).packed
+    ]
 
 
 def test_what_a_config_leaves_in_16_bits_is_not_packed() -> None:
-    config = tf.LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
-    config.quantization_config = {"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}
+    config = tf.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]},
+    )
     packed = _packed(config, fs.Run(**JOB, lora_rank=8, frozen_dtype="stored"))
     assert sorted(layout.shape for layout in packed) == [(256, 512), (512, 256), (512, 256)]
 
 
 def _advice(config: Any, num_gpus: int, gpu: str, **options: Any) -> str:
-    """What would fit."""
     job = {"seq_length": 2048, "global_batch_size": num_gpus, "attention_mask": False, **options}
     with pytest.raises(fs.NoPlanError) as error:
         fs.plan_run(config, num_gpus=num_gpus, gpu=gpu, **job)
@@ -107,25 +111,23 @@ def test_8b_on_one_card_of_24_gb() -> None:
     assert packed.run.sac_ratio < plain.run.sac_ratio, "less has to be recomputed"
     assert "frozen_dtype='nf4')" in packed.code()
     for options in ({"lora_rank": 16}, {}):
-        last = _advice(LLAMA_8B, 1, "mine=12,165,1008", **options)
-        assert "--lora 16 --frozen-dtype nf4" in last
+        assert "--lora 16 --frozen-dtype nf4" in _advice(LLAMA_8B, 1, "mine=12,165,1008", **options)
     line = _advice(LLAMA_8B, 1, "4090")
     assert ": lora_rank=16 (--lora 16); " in line
     assert "nf4" not in line, "a base is not rounded where adapters on another fit"
 
 
 def test_the_largest_mixtures_on_one_node_as_they_are_published() -> None:
-    usable = budget_of(gpu_named("h100"), 8).usable_bytes
     plain, packed = (
-        fs.estimate_memory(_gpt_oss_120b(), fs.Run(**JOB, lora_rank=16, sac_ratio=1, frozen_dtype=kind))
+        fs.estimate_memory(GPT_OSS_120B, fs.Run(**JOB, lora_rank=16, sac_ratio=1, frozen_dtype=kind))
         for kind in (None, "stored")
     )
-    assert packed.peak_bytes < plain.peak_bytes < usable
+    assert packed.peak_bytes < plain.peak_bytes < budget_of(gpu_named("h100"), 8).usable_bytes
     assert packed.breakdown["parameters (shards)"] < 0.3 * plain.breakdown["parameters (shards)"]
-    line = _advice(_deepseek_v4_flash(), 8, "h100")
+    line = _advice(DEEPSEEK_V4_FLASH, 8, "h100")
     assert "(--lora 16 --frozen-dtype stored); " in line
     assert "nf4" not in line
-    memory = fs.estimate_memory(_deepseek_v4_flash(), fs.Run(**JOB, lora_rank=16, frozen_dtype="stored"))
+    memory = fs.estimate_memory(DEEPSEEK_V4_FLASH, fs.Run(**JOB, lora_rank=16, frozen_dtype="stored"))
     assert "assumed from the config alone" in memory.notes[0]
 
 

@@ -17,6 +17,7 @@ from tests.harness.launches import environment, run, torchrun
 from tests.harness.places import EXAMPLES, script
 
 CHATS = (EXAMPLES / "data" / "chats.jsonl").read_text(encoding="utf-8").splitlines()
+JOB = ["plan", "--gpus", "2", "--gpu", "h100", "--seq", "96", "--global-batch", "8"]
 KINDS = {
     "dense": ("dense", []),
     "lora": ("dense", ["--lora", "4"]),
@@ -31,9 +32,8 @@ def _model(folder: Path, kind: str) -> Path:
     script("tiny_model").make_tiny_model(folder, texts)
     if kind == "moe":
         known = transformers.AutoConfig.from_pretrained(folder)
-        tokens = {name: getattr(known, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+        names = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
         config = transformers.MixtralConfig(
-            vocab_size=known.vocab_size,
             hidden_size=64,
             intermediate_size=96,
             num_hidden_layers=2,
@@ -41,7 +41,7 @@ def _model(folder: Path, kind: str) -> Path:
             num_key_value_heads=2,
             num_local_experts=4,
             num_experts_per_tok=2,
-            **tokens,
+            **{name: getattr(known, name) for name in names},
         )
         transformers.MixtralForCausalLM(config).save_pretrained(folder)
     return folder
@@ -65,9 +65,8 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
     if "--lora" in options:
         pytest.importorskip("peft")
     model = _model(tmp_path / "model", base)
-    job = ["--gpus", "2", "--gpu", "h100", "--seq", "96", "--global-batch", "8", "--no-compile"]
     program, data, output = tmp_path / "train.py", tmp_path / "chats.jsonl", tmp_path / "run"
-    assert main(["plan", "--model", str(model), *job, *options, "--write", str(program)]) == 0
+    assert main([*JOB, "--model", str(model), "--no-compile", *options, "--write", str(program)]) == 0
     data.write_text("\n".join(CHATS[:200]), encoding="utf-8")
     words = f"--data {data} --output {output} --steps 12 --save-every 3 --lr 5e-3 --resume auto"
     command = [*torchrun(2, "--standalone"), str(program), *words.split()]
@@ -90,10 +89,8 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
 
 
 def test_a_plan_that_it_does_not_write_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    job = ["--gpus", "2", "--gpu", "h100", "--seq", "96", "--global-batch", "8", "--no-padding"]
+    transformers.LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     program = tmp_path / "train.py"
-    assert main(["plan", "--model", str(tmp_path), *job, "--write", str(program)]) == 2
+    job = [*JOB, "--model", str(tmp_path), "--no-padding", "--write", str(program)]
+    assert (main(job), program.exists()) == (2, False)
     assert "padded rows" in capsys.readouterr().err
-    assert not program.exists()

@@ -53,14 +53,11 @@ def test_the_picture_is_what_the_replay_does(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(replay._Step, "look", looks)
     phase, parts = replay.replay(skeleton, trace(skeleton, setup), setup)
-    drawn = [
-        (int(mib), bar)
-        for mib, bar in re.findall(r" (\d+)  ([VBakgsow]{4,})(?: .*)?$", replay.__doc__ or "", re.MULTILINE)
-    ]
+    lines = re.findall(r" (\d+)  ([VBakgsow]{4,})(?: .*)?$", replay.__doc__ or "", re.MULTILINE)
+    drawn = [(int(mib), bar) for mib, bar in lines]
     assert len(drawn) == 15
     moments = iter(seen)
     for line in drawn:
         assert any(line == moment for moment in moments), f"{line} is not what follows in the replay"
     assert max(seen) == max(drawn)
-    assert phase == "loss"
-    assert round(sum(parts[part] for part in ALWAYS) / MIB) == 176
+    assert (phase, round(sum(parts[part] for part in ALWAYS) / MIB)) == ("loss", 176)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from packaging.version import Version
+from torch.nn.utils.rnn import pad_sequence
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.rounding import TOLERANCES
@@ -17,7 +18,6 @@ from tests.harness.device import mesh_here
 from tests.harness.ranks import on_ranks
 
 ROWS = [list(range(20, 20 + length)) for length in (9, 4, 7, 6)]
-REFUSED = pytest.raises(fs.UnsupportedModelError, match="reads a row behind padding differently")
 # Every class of transformers 5.23 and 5.24 whose logits of a row move with padding on its left.
 MOVED = [
     "Bart",
@@ -65,22 +65,18 @@ NOT_RUN = {
 
 
 def _batches(side: str, rows: list[list[int]] = ROWS) -> list[dict[str, Any]]:
-    width = max(map(len, rows))
-    batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    for row in rows:
-        padding = width - len(row)
-        for name, values, filler in (
-            ("input_ids", row, 0),
-            ("attention_mask", [1] * len(row), 0),
-            ("labels", [-100, *row[1:]], -100),
-        ):
-            sides = [values, [filler] * padding]
-            batch[name].append(sum(sides if side == "right" else sides[::-1], []))
-    return [{name: torch.tensor(values) for name, values in batch.items()}]
+    def padded(given: list[list[int]], filler: int) -> torch.Tensor:
+        tensors = [torch.tensor(values) for values in given]
+        return pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side=side)
+
+    masks, labels = ([[1] * len(row) for row in rows], [[-100, *row[1:]] for row in rows])
+    return [
+        {"input_ids": padded(rows, 0), "attention_mask": padded(masks, 0), "labels": padded(labels, -100)}
+    ]
 
 
-def _sgd(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
+def _step(model: Any, batches: list[dict[str, Any]], **options: Any) -> fs.StepResult:
+    return fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=0.0), **options)
 
 
 @pytest.mark.parametrize(
@@ -88,20 +84,22 @@ def _sgd(model: Any) -> torch.optim.Optimizer:
 )
 def test_these_read_rows_the_same_on_either_side(name: str) -> None:
     model = tiny_architecture(name)
-    right, left = (fs.train_step(model, _batches(side), _sgd(model)).loss for side in ("right", "left"))
-    assert left == pytest.approx(right, rel=1e-5)
-    assert fs.evaluate(model, _batches("left")).loss == pytest.approx(right, rel=1e-5)
+    right, left = (_step(model, _batches(side)).loss for side in ("right", "left"))
+    assert [left, fs.evaluate(model, _batches("left")).loss] == pytest.approx([right] * 2, rel=1e-5)
+
+
+def _refused(model: Any, batches: list[dict[str, Any]]) -> None:
+    for call in (lambda: _step(model, batches), lambda: fs.evaluate(model, batches)):
+        with pytest.raises(fs.UnsupportedModelError, match="reads a row behind padding differently"):
+            call()
 
 
 @pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"])
 def test_these_are_refused_padded_on_the_left_and_only_there(name: str) -> None:
     model = tiny_architecture(name)
-    fs.train_step(model, _batches("right"), _sgd(model))
-    with REFUSED:
-        fs.train_step(model, _batches("left"), _sgd(model))
-    with REFUSED:
-        fs.evaluate(model, _batches("left"))
-    assert not fs.train_step(model, _batches("left"), _sgd(model), check=False).skipped
+    _step(model, _batches("right"))
+    _refused(model, _batches("left"))
+    assert not _step(model, _batches("left"), check=False).skipped
     assert fs.evaluate(model, _batches("right")).num_targets
 
 
@@ -109,38 +107,29 @@ def test_positions_of_each_row_alone_make_it_right() -> None:
     model = tiny_architecture("GPTNeoForCausalLM")
     (batch,) = _batches("left")
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    right = fs.train_step(model, _batches("right"), _sgd(model)).loss
-    assert fs.train_step(model, [{**batch, "position_ids": positions}], _sgd(model)).loss == pytest.approx(
-        right, rel=1e-5
-    )
-    with REFUSED:
-        fs.train_step(model, [batch], _sgd(model))
+    right = _step(model, _batches("right")).loss
+    assert _step(model, [{**batch, "position_ids": positions}]).loss == pytest.approx(right, rel=1e-5)
+    _refused(model, [batch])
 
 
 @on_ranks(2)
 def test_all_ranks_refuse_what_one_has() -> None:
     model = fs.shard_model(tiny_architecture("GPTNeoForCausalLM"), mesh=mesh_here())
     alone = _batches("left", ROWS[:1])  # one row a rank: nobody has padding
-    assert not fs.train_step(model, alone, _sgd(model)).skipped
-    mine = _batches("left", ROWS[:2]) if dist.get_rank() else alone
-    with REFUSED:
-        fs.train_step(model, mine, _sgd(model))
-    with REFUSED:
-        fs.evaluate(model, mine)
-    assert not fs.train_step(model, alone, _sgd(model)).skipped, "nothing was lost"
+    assert not _step(model, alone).skipped
+    _refused(model, _batches("left", ROWS[:2]) if dist.get_rank() else alone)
+    assert not _step(model, alone).skipped, "nothing was lost"
 
 
 @pytest.mark.slow
 def test_every_class() -> None:
-    moved = set()
+    kinds = {name.removesuffix("ForCausalLM"): name for name in class_names()}
     with quiet():
-        for name in class_names():
-            kind = name.removesuffix("ForCausalLM")
-            if (
-                kind not in NOT_RUN
-                and left_padding_error(tiny_architecture(name)) > TOLERANCES[torch.float32]
-            ):
-                moved.add(kind)
+        moved = {
+            kind
+            for kind in kinds.keys() - NOT_RUN
+            if left_padding_error(tiny_architecture(kinds[kind])) > TOLERANCES[torch.float32]
+        }
     assert moved == set(MOVED)
 
 
@@ -155,14 +144,11 @@ class OfOnesOwn(torch.nn.Module):
 
     def forward(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> Any:
         seen = attention_mask[..., None] if self.heeds_mask and attention_mask is not None else 1
-        logits = self.lm_head((self.embedding(input_ids) * seen).cumsum(1))
-        return SimpleNamespace(logits=logits)
+        return SimpleNamespace(logits=self.lm_head((self.embedding(input_ids) * seen).cumsum(1)))
 
 
 def test_a_model_without_a_config_is_looked_at_too() -> None:
     model = OfOnesOwn(True)
-    right = fs.train_step(model, _batches("right"), _sgd(model)).loss
-    assert fs.train_step(model, _batches("left"), _sgd(model)).loss == pytest.approx(right, rel=1e-5)
-    model = OfOnesOwn(False)
-    with REFUSED:
-        fs.train_step(model, _batches("left"), _sgd(model))
+    right, left = (_step(model, _batches(side)).loss for side in ("right", "left"))
+    assert left == pytest.approx(right, rel=1e-5)
+    _refused(OfOnesOwn(False), _batches("left"))

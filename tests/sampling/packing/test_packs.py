@@ -35,15 +35,14 @@ def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
 def test_packs_are_those_of_best_fit_decreasing(capacity: int, data: Any) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=60))
     packs = fs.pack_lengths(lengths, capacity)
-    assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
+    assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
     tokens = sorted(sum(lengths[row] for row in pack) for pack in packs)
     assert tokens == naive_best_fit_decreasing(lengths, capacity)
     assert packs == fs.pack_lengths(torch.tensor(lengths, dtype=torch.int32), capacity)
 
 
 def test_a_quarter_of_a_million_lengths_take_no_quadratic_time() -> None:
-    generator = random.Random(0)
-    lengths = [generator.randint(1, 4096) for _ in range(250_000)]
+    lengths = random.Random(0).choices(range(1, 4097), k=250_000)
     start = time.process_time()
     fs.pack_lengths(lengths, 4096)
     assert time.process_time() - start < 2, "about 0.3 s; benchmarks/speed/packing.py measures"
@@ -57,28 +56,25 @@ def as_lists(batch: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 def test_rows_are_joined_and_no_first_token_is_told_from_the_row_before() -> None:
     rows = [row(5, 6, 7), row(8), row(9, 10, targets=1), row(11, 12, targets=0)]
     before = copy.deepcopy(rows)
-    batch = as_lists(fs.PackedCollator(max_length=8)(rows))
-    assert batch == {
-        "input_ids": [5, 6, 7, 8, 9, 10, 11, 12],
-        "labels": [-100, 6, 7, -100, -100, 10, -100, -100],
-        "position_ids": [0, 1, 2, 0, 0, 1, 0, 1],
-    }
+    encoded = [fs.EncodedChat(**one) for one in rows]
+    tensors = [{name: torch.tensor(values) for name, values in one.items()} for one in rows]
+    for each in (rows, encoded, tensors):
+        assert as_lists(fs.PackedCollator(max_length=8)(each)) == {
+            "input_ids": [5, 6, 7, 8, 9, 10, 11, 12],
+            "labels": [-100, 6, 7, -100, -100, 10, -100, -100],
+            "position_ids": [0, 1, 2, 0, 0, 1, 0, 1],
+        }
     assert rows == before
-    encoded = [fs.EncodedChat(r["input_ids"], r["labels"]) for r in rows]
-    assert as_lists(fs.PackedCollator(max_length=8)(encoded)) == batch
-    tensors = [{name: torch.tensor(values) for name, values in r.items()} for r in rows]
-    assert as_lists(fs.PackedCollator(max_length=8)(tensors)) == batch
 
 
 def test_padding_is_a_row_of_its_own_without_targets() -> None:
-    rows = [row(5, 6, 7), row(8, 9)]
-    expected = {
-        "input_ids": [5, 6, 7, 8, 9, 0, 0, 0],
-        "labels": [-100, 6, 7, -100, 9, -100, -100, -100],
-        "position_ids": [0, 1, 2, 0, 1, 0, 1, 2],
-    }
-    assert as_lists(fs.PackedCollator(max_length=8, pad_to_multiple_of=8)(rows)) == expected
-    assert as_lists(fs.PackedCollator(max_length=7, pad_to_multiple_of=4)(rows)) == expected
+    for length, multiple in ((8, 8), (7, 4)):
+        collator = fs.PackedCollator(max_length=length, pad_to_multiple_of=multiple)
+        assert as_lists(collator([row(5, 6, 7), row(8, 9)])) == {
+            "input_ids": [5, 6, 7, 8, 9, 0, 0, 0],
+            "labels": [-100, 6, 7, -100, 9, -100, -100, -100],
+            "position_ids": [0, 1, 2, 0, 1, 0, 1, 2],
+        }
 
 
 def test_an_empty_pack_and_a_single_token_leave_something_to_shift() -> None:
@@ -136,9 +132,8 @@ COST = (4.0e10, 7.86e5)
 
 
 def long_tailed(number: int, most: int) -> list[int]:
-    generator = torch.Generator().manual_seed(0)
-    lengths = 600 * torch.exp(1.3 * torch.randn(number, generator=generator))
-    return [int(length) for length in lengths.clamp(1, most)]
+    draws = torch.randn(number, generator=torch.Generator().manual_seed(0))
+    return [int(length) for length in (600 * torch.exp(1.3 * draws)).clamp(1, most)]
 
 
 def order_of(lengths: list[int], capacity: int, ranks: int, **options: Any) -> list[list[list[int]]]:
@@ -167,8 +162,7 @@ def step_over_even(rounds: list[list[list[int]]], lengths: list[int]) -> float:
 )
 def test_no_rank_waits_long(capacity: int, ranks: int, rows: int, most: float) -> None:
     lengths = long_tailed(rows, capacity)
-    rounds = order_of(lengths, capacity, ranks, cost=COST)
-    before = order_of(lengths, capacity, ranks)
+    rounds, before = (order_of(lengths, capacity, ranks, cost=cost) for cost in (COST, None))
     assert step_over_even(rounds, lengths) <= most < step_over_even(before, lengths)
     assert len(rounds) <= len(before)
     for one in (rounds, before):
@@ -200,15 +194,9 @@ def test_ranks_have_about_as_many_tokens_and_targets_in_rounds_of_any_order(rank
 
 
 def test_the_cost_of_attention_is_counted_from_the_config() -> None:
-    config = tf.LlamaConfig(
-        hidden_size=256, num_hidden_layers=3, num_attention_heads=8, intermediate_size=512
-    )
-    a, b = fs.attention_cost(config)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8, "intermediate_size": 512}
+    config, sliding = tf.LlamaConfig(**sizes), tf.MistralConfig(**sizes, sliding_window=64)
     # 3 layers, as 3 forwards, 2 products of 2 FLOPs each, and half of the row on average.
-    assert b == 3 * 3 * 2 * 2 * 256 / 2
-    assert a == fs.model_flops_per_token(config, 1) - 2 * b
-    sliding = tf.MistralConfig(
-        hidden_size=256, num_hidden_layers=3, num_attention_heads=8, intermediate_size=512, sliding_window=64
-    )
-    assert fs.attention_cost(sliding)[1] == 0
-    assert fs.attention_cost(sliding)[0] == fs.model_flops_per_token(sliding, 64)
+    squared = 3 * 3 * 2 * 2 * 256 / 2
+    assert fs.attention_cost(config) == (fs.model_flops_per_token(config, 1) - 2 * squared, squared)
+    assert fs.attention_cost(sliding) == (fs.model_flops_per_token(sliding, 64), 0)

@@ -4,6 +4,8 @@ import functools
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,18 +40,21 @@ def take_rows(group: list[fs.PackedStream], rounds: int | None = None) -> list[l
     return [list(packs) for packs in zip(*taken, strict=True)]
 
 
-def ids_of(rounds: list[list[list[Any]]]) -> Counter[Any]:
-    return Counter(tuple(r["input_ids"]) for one in rounds for pack in one for r in pack)
+def ids_of(rows: Iterable[Any]) -> Counter[Any]:
+    return Counter(tuple(one["input_ids"]) for one in rows)
+
+
+def rows_of(rounds: list[list[list[Any]]]) -> list[Any]:
+    return [one for packs in rounds for pack in packs for one in pack]
 
 
 STREAMED = drawn_rows(100)
-ALL_IDS = Counter(tuple(one["input_ids"]) for one in STREAMED)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_stream_is_packed_within_its_buffer(ranks: int) -> None:
     rounds = take_rows(streams(ranks, STREAMED))
-    assert ids_of(rounds) == ALL_IDS
+    assert ids_of(rows_of(rounds)) == ids_of(STREAMED)
     sizes = [sum(len(r["input_ids"]) for r in pack) for one in rounds for pack in one]
     assert 0 < min(sizes) <= max(sizes) <= 48
     source = Source(STREAMED)
@@ -59,8 +64,7 @@ def test_a_stream_is_packed_within_its_buffer(ranks: int) -> None:
 
 def test_a_stream_goes_on_to_its_next_epoch() -> None:
     (stream,) = streams(1, STREAMED)
-    whole = take_rows([stream])
-    state = stream.state_dict()
+    whole, state = take_rows([stream]), stream.state_dict()
     assert (state["epoch"], state["position"]) == (0, len(whole))
     (resumed,) = streams(1, STREAMED)
     resumed.load_state_dict(state)
@@ -108,9 +112,7 @@ class Files(Shuffling):
     """A stream of files that are read in another order in each epoch."""
 
     def __iter__(self) -> Any:
-        files = [self.rows[start::3] for start in range(3)]
-        turn = self.epoch % 3
-        return itertools.chain(*files[turn:], *files[:turn])
+        return itertools.chain(*(self.rows[(self.epoch + turn) % 3 :: 3] for turn in range(3)))
 
 
 _SIXTY = [row(*[number] * (3 + number % 5)) for number in range(60)]
@@ -127,11 +129,12 @@ def _hub(kind: str) -> Any:
         parts = [whole.select(range(start, 60, 2)) for start in range(2)]
         streamed = [part.to_iterable_dataset(num_shards=3).shuffle(seed=3, buffer_size=8) for part in parts]
         return datasets.interleave_datasets(streamed, stopping_strategy="all_exhausted_without_replacement")
+    if "shard" in kind:
+        return found
+    shuffled = found.shuffle(seed=3, buffer_size=16)
     if kind == "mapped":
-        return found.shuffle(seed=3, buffer_size=16).map(lambda one: {"labels": one["input_ids"]})
-    if kind == "filtered":
-        return found.shuffle(seed=3, buffer_size=16).filter(lambda one: one["input_ids"][0] % 3)
-    return found if "shard" in kind else found.shuffle(seed=3, buffer_size=16)
+        return shuffled.map(lambda one: {"labels": one["input_ids"]})
+    return shuffled.filter(lambda one: one["input_ids"][0] % 3) if kind == "filtered" else shuffled
 
 
 HUB = ("function", "1 shard", "3 shards", "shuffled", "interleaved", "mapped", "filtered")
@@ -149,38 +152,31 @@ KINDS: dict[str, Any] = {
 def test_a_stream_is_resumed_in_any_epoch_with_each_row_once(kind: str) -> None:
     """In epochs 0 to 3, at three places, with the same number of ranks and another."""
 
-    def opened(ranks: int, state: Any = None) -> list[fs.PackedStream]:
+    def opened(ranks: int, epoch: int, state: Any = None) -> list[fs.PackedStream]:
         found = streams(ranks, KINDS[kind](), max_length=16, buffer_size=10)
         for stream in found:
-            stream.load_state_dict(state) if state else None
+            stream.load_state_dict(state) if state else stream.set_epoch(epoch)
         return found
 
+    rows = [one for one in _SIXTY if kind != "filtered" or one["input_ids"][0] % 3]
     has_workers = "workers" in kind  # of which each reading starts two
     for epoch in (2,) if has_workers else range(4):
-        group = opened(2)
-        for stream in group:
-            stream.set_epoch(epoch)
-        whole = take_rows(group)
-        assert ids_of(whole) == Counter(
-            tuple(one["input_ids"]) for one in _SIXTY if kind != "filtered" or one["input_ids"][0] % 3
-        )
+        whole = take_rows(opened(2, epoch))
+        assert ids_of(rows_of(whole)) == ids_of(rows)
         for cut in (len(whole) // 2,) if has_workers else (1, len(whole) // 2, len(whole) - 1):
-            first = opened(2)
-            for stream in first:
-                stream.set_epoch(epoch)
+            first = opened(2, epoch)
             start = take_rows(first, cut)
             state = json.loads(json.dumps(first[0].state_dict()))
-            assert start + take_rows(opened(2, state)) == whole, (epoch, cut)
+            assert start + take_rows(opened(2, epoch, state)) == whole, (epoch, cut)
             for ranks in () if has_workers else (1, 3):
-                assert ids_of(start) + ids_of(take_rows(opened(ranks, state))) == ids_of(whole), (epoch, cut)
+                rest = take_rows(opened(ranks, epoch, state))
+                assert ids_of(rows_of(start + rest)) == ids_of(rows), (epoch, cut)
 
 
 def test_rows_that_are_a_share_already_are_not_shared_again() -> None:
-    class Config:
-        world_size = 4
-
     source = Source(drawn_rows(20))
-    source._distributed = Config()  # as datasets.distributed.split_dataset_by_node leaves it
+    # As datasets.distributed.split_dataset_by_node leaves it.
+    source._distributed = SimpleNamespace(world_size=4)
     with pytest.raises(ValueError, match="one of 4 shares already"):
         next(iter(streams(2, source)[0]))
     assert next(iter(streams(1, source)[0]))

@@ -1,7 +1,8 @@
 """verify_packing: models that keep rows apart pass, all others are refused, on all ranks alike."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -53,12 +54,16 @@ if tf.__version__ >= "5.24":  # counts by row there
     del LEAKING["ALiBi (Falcon)"]
 
 
+def refused(model: Any, match: str, max_length: int = 64) -> None:
+    with pytest.raises(fs.PackingError, match=match):
+        fs.verify_packing(model, max_length=max_length)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", LEAKING)
 def test_models_that_do_not_keep_rows_apart_are_refused(kind: str, dtype: torch.dtype) -> None:
     model = LEAKING[kind]().to(dtype)
-    with pytest.raises(fs.PackingError, match=f"not kept apart by {type(model).__name__} with .* attention"):
-        fs.verify_packing(model, max_length=64)
+    refused(model, f"not kept apart by {type(model).__name__} with .* attention")
 
 
 class Wrapped(tf.LlamaForCausalLM):
@@ -90,19 +95,11 @@ class CountsByIndex(Wrapped):
         return {**inputs, "position_ids": index**2 // 16, "attention_mask": seen}
 
 
-@pytest.mark.parametrize(
-    ("cls", "match"),
-    [
-        (Deaf, "not kept apart by Deaf"),
-        (Caching, "not kept apart by Caching"),
-        (CountsByIndex, "not kept apart by CountsByIndex"),
-    ],
-)
-def test_what_a_forward_may_do_wrong_is_found(cls: type, match: str) -> None:
+@pytest.mark.parametrize("cls", [Deaf, Caching, CountsByIndex])
+def test_what_a_forward_may_do_wrong_is_found(cls: type) -> None:
     model = tiny_model("llama")
     model.__class__ = cls
-    with pytest.raises(fs.PackingError, match=match):
-        fs.verify_packing(model, max_length=16)
+    refused(model, f"not kept apart by {cls.__name__}", max_length=16)
 
 
 def test_an_effect_that_only_long_packs_have_is_found_at_their_length() -> None:
@@ -112,21 +109,18 @@ def test_an_effect_that_only_long_packs_have_is_found_at_their_length() -> None:
     config = tf.Llama4TextConfig(vocab_size=VOCAB, intermediate_size_mlp=48, num_local_experts=2, **options)
     model = tf.Llama4ForCausalLM(config)
     assert fs.verify_packing(model, max_length=64).error < 1e-5
-    with pytest.raises(fs.PackingError, match="shorter max_length if only long packs fail"):
-        fs.verify_packing(model, max_length=400)
+    refused(model, "shorter max_length if only long packs fail", max_length=400)
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
     model = tiny_model("llama")
-    with torch.no_grad():
-        model.lm_head.weight.fill_(math.nan)
-    with pytest.raises(fs.PackingError, match=r"alone nan.*not finite"):
-        fs.verify_packing(model, max_length=64)
+    torch.nn.init.constant_(model.lm_head.weight, math.nan)
+    refused(model, r"alone nan.*not finite")
 
 
 def test_a_pack_may_be_longer_than_the_positions_a_model_has() -> None:
-    model = tiny_model("gpt2")
-    assert fs.verify_packing(model, max_length=1000).error < 1e-5, "128 positions, rows of at most 128"
+    report = fs.verify_packing(tiny_model("gpt2"), max_length=1000)
+    assert report.error < 1e-5, "128 positions, rows of at most 128"
 
 
 def state_of(model: Any) -> dict[str, Any]:
@@ -143,6 +137,13 @@ def state_of(model: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def left_as_it_was(model: Any) -> Iterator[None]:
+    before = state_of(model)
+    yield
+    assert_same(state_of(model), before)
+
+
 class Counting(Wrapped):
     def changed(self, input_ids: torch.Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
         self.calls.add_(1)
@@ -155,22 +156,19 @@ def test_the_model_is_left_as_it_was() -> None:
     model = tiny_model("llama", rope_parameters=rope, attention_dropout=0.5, max_position_embeddings=64)
     model.model.layers[1].eval()
     model(input_ids=torch.randint(0, VOCAB, (1, 9))).logits.sum().backward()
-    before = state_of(model)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
     model.model.rotary_emb(torch.zeros(1, 90, 8), torch.arange(90)[None])
-    assert not torch.equal(model.model.rotary_emb.inv_freq, before["buffers"]["model.rotary_emb.inv_freq"])
+    assert not torch.equal(model.model.rotary_emb.inv_freq, frequencies)
     model.model.rotary_emb(torch.zeros(1, 9, 8), torch.arange(9)[None])
-    before = state_of(model)
-    fs.verify_packing(model, max_length=64)
-    assert_same(state_of(model), before)
+    with left_as_it_was(model):
+        fs.verify_packing(model, max_length=64)
     model.register_buffer("calls", torch.zeros(()))
     model.__class__ = Counting
-    before = state_of(model)
-    fs.verify_packing(model, max_length=64)
-    assert_same(state_of(model), before)
-    model.__class__ = Caching
-    with pytest.raises(fs.PackingError):
+    with left_as_it_was(model):
         fs.verify_packing(model, max_length=64)
-    assert_same(state_of(model), before)
+    model.__class__ = Caching
+    with left_as_it_was(model):
+        refused(model, "not kept apart by Caching")
 
 
 def verify_sharded(family: str, dtype: torch.dtype | None, attention: str) -> dict[str, float]:
@@ -178,10 +176,8 @@ def verify_sharded(family: str, dtype: torch.dtype | None, attention: str) -> di
     fs.apply_sac(model, "1/3")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
-    before = state_of(model)
-    report = fs.verify_packing(model, max_length=100)
-    assert_same(state_of(model), before)
-    return vars(report)
+    with left_as_it_was(model):
+        return vars(fs.verify_packing(model, max_length=100))
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("mixtral", "eager"), ("gpt2", "sdpa")])
@@ -190,8 +186,7 @@ def test_sharded_models_are_verified_in_the_dtype_in_which_they_compute(
     family: str, attention: str, dtype: torch.dtype | None
 ) -> None:
     report, other = run_distributed(verify_sharded, 2, family, dtype, attention)
-    assert report == other
-    assert report["tolerance"] == (6e-2 if dtype else 1e-4)
+    assert (other, report["tolerance"]) == (report, 6e-2 if dtype else 1e-4)
 
 
 def refuse_sharded(broken_rank: int) -> tuple[str, str]:
@@ -206,10 +201,10 @@ def refuse_sharded(broken_rank: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("broken_rank", [0, 2])
 def test_all_ranks_reach_one_verdict(broken_rank: int) -> None:
-    first, *others = run_distributed(refuse_sharded, 3, broken_rank)
-    assert others == [first] * 2
-    assert "not kept apart by LlamaForCausalLM" in first[0]
-    assert f"rank {broken_rank} failed first" in first[1]
+    (error, notes), *others = run_distributed(refuse_sharded, 3, broken_rank)
+    assert others == [(error, notes)] * 2
+    assert "not kept apart by LlamaForCausalLM" in error
+    assert f"rank {broken_rank} failed first" in notes
 
 
 def test_a_refusal_leaves_the_process_able_to_compile() -> None:
@@ -221,8 +216,8 @@ def test_a_refusal_leaves_the_process_able_to_compile() -> None:
         return graph.forward
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-    assert len(compiled) == 1
     for model in (torch.nn.Linear(2, 2), LEAKING["state (RWKV)"]()):
+        assert len(compiled) == 1
         with pytest.raises((fs.PackingError, TypeError)):
             fs.verify_packing(model, max_length=64)
     torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
@@ -259,16 +254,14 @@ def _pack(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-def _leaking(**options: Any) -> Any:
-    """ALiBi, which counts tokens from the start of the pack."""
-    import transformers as tf
-
-    torch.manual_seed(0)
-    return tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
-
-
 def _step(model: Any, *batches: Any, **options: Any) -> Any:
     return fs.train_step(model, list(batches), torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def _are_refused(match: str, *calls: Callable[[], Any]) -> None:
+    for call in calls:
+        with pytest.raises(fs.PackingError, match=match):
+            call()
 
 
 def _probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -284,18 +277,17 @@ def _probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_unverified_model_that_leaks_is_refused_at_the_first_pack() -> None:
-    model = _leaking()
+    model = LEAKING["ALiBi (Bloom)"]()
     before = {name: p.clone() for name, p in model.named_parameters()}
     padded = {name: value for name, value in _pack(14).items() if name != "position_ids"}
-    for call in (
+    _are_refused(
+        r"first pack for this model.*not kept apart.*check=False",
         lambda: _step(model, _pack(5, 9)),
         lambda: _step(model, padded, _pack(5, 9)),
         lambda: _step(model, _pack(5, 9), padded),
         lambda: fs.evaluate(model, [_pack(5, 9)]),
         lambda: fs.causal_lm_loss(model, _pack(5, 9), num_targets=12),
-    ):
-        with pytest.raises(fs.PackingError, match=r"first pack for this model.*not kept apart.*check=False"):
-            call()
+    )
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
     _step(model, *ragged_batches(2))
     _step(model, {**_pack(14), "position_ids": torch.arange(14)[None]})  # a single row is no pack
@@ -307,25 +299,25 @@ def test_it_is_verified_once_for_a_model_and_its_attention(monkeypatch: pytest.M
     lengths, model = _probes(monkeypatch), tiny_model("llama")
     _step(model, ragged_batches(1)[0])
     assert lengths == []
-    expected, _ = gradients_of_separate_rows(model, rows := drawn_rows(4))
+    rows = drawn_rows(4)
+    expected, _ = gradients_of_separate_rows(model, rows)
     result = _step(model, fs.PackedCollator(max_length=128)(rows))
     assert result.loss * result.num_targets == pytest.approx(expected, rel=1e-5)
-    width = sum(len(row["input_ids"]) for row in rows)
-    assert lengths == [max(width, 64)]
+    first = max(sum(len(row["input_ids"]) for row in rows), 64)
+    assert lengths == [first]
     _step(model, _pack(50, 60))
     fs.evaluate(model, [_pack(50, 60)])
-    assert len(lengths) == 1, "verified for good"
+    assert lengths == [first], "verified for good"
     model.set_attn_implementation("eager")
     _step(model, _pack(5, 5))
-    assert lengths[1:] == [64], "another attention is another model"
-    fs.verify_packing(other := tiny_model("llama"), max_length=64)
-    del lengths[:]
+    assert lengths == [first, 64], "another attention is another model"
+    other = tiny_model("llama")
+    fs.verify_packing(other, max_length=64)
     _step(other, _pack(5, 9))
-    assert lengths == [], "who has called verify_packing pays nothing"
-    long = tiny_model("llama", max_position_embeddings=8192)
+    assert lengths == [first, 64, 64], "who has called verify_packing pays nothing"
     monkeypatch.setattr("fsdp_sft.sampling.verify._LONGEST_PROBE", 90)
-    _step(long, _pack(60, 60))
-    assert lengths == [90], "no longer than that"
+    _step(tiny_model("llama", max_position_embeddings=8192), _pack(60, 60))
+    assert lengths == [first, 64, 64, 90], "no longer than that"
 
 
 @pytest.mark.parametrize("values", ["ones", "padded"])
@@ -334,14 +326,13 @@ def test_a_pack_with_a_mask_is_refused(values: str) -> None:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     if values == "padded":
         batch["attention_mask"][:, -2:] = 0
-    for call in (
+    _are_refused(
+        "position_ids that begin anew",
         lambda: _step(model, batch),
         lambda: fs.evaluate(model, [batch]),
         lambda: fs.loss_sum(model, batch),
         lambda: fs.causal_lm_loss(with_loss(model, impl="logits"), batch, num_targets=3),
-    ):
-        with pytest.raises(fs.PackingError, match="position_ids that begin anew"):
-            call()
+    )
     # Left padding with positions that count from the first token is no pack.
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     ids = torch.arange(3, 15).view(2, 6)
@@ -360,11 +351,9 @@ def test_positions_that_depend_on_the_longest_row_are_told_in_any_dtype(dtype: t
     model = tiny_model("llama", max_position_embeddings=64, dtype=dtype, **DYNAMIC)
     fs.verify_packing(model, max_length=64)
     for length in (65, 80, 200):
-        with pytest.raises(fs.PackingError, match="the longest row of their pack"):
-            fs.verify_packing(model, max_length=length)
+        refused(model, "the longest row of their pack", length)
     _step(model, _pack(40, 60))  # rows below the limit, although the pack is beyond it
-    with pytest.raises(fs.PackingError, match="the longest row of their pack"):
-        _step(model, _pack(10, 66))
+    _are_refused("the longest row of their pack", lambda: _step(model, _pack(10, 66)))
     _step(model, _pack(40, 60))
 
 
@@ -372,31 +361,22 @@ def test_positions_that_depend_on_the_longest_row_are_told_in_any_dtype(dtype: t
 def test_ranks_verify_together_although_one_has_a_pack() -> None:
     mesh, rank = mesh_here(), dist.get_rank()
     single = {**_pack(14), "position_ids": torch.arange(14)[None]}
-    policy = FLOAT32
-    model = fs.shard_model(_leaking(), mesh=mesh, mp_policy=policy)
-    for call in (
+    model = fs.shard_model(LEAKING["ALiBi (Bloom)"](), mesh=mesh, mp_policy=FLOAT32)
+    _are_refused(
+        "not kept apart",
         lambda: _step(model, _pack(5, 9) if rank else single),
         lambda: fs.evaluate(model, [_pack(5, 9)] if rank else []),
         lambda: fs.causal_lm_loss(model, _pack(5, 9) if rank else single, num_targets=25),
-    ):
-        with pytest.raises(fs.PackingError, match="not kept apart"):
-            call()
-    with pytest.raises(fs.PackingError, match="begin anew"):
-        _step(
-            model,
-            {**single, "attention_mask": torch.ones(1, 14)}
-            if rank
-            else {**_pack(5, 9), "attention_mask": torch.ones(1, 14)},
-        )
-    sound = fs.shard_model(
-        tiny_model("llama", max_position_embeddings=64, **DYNAMIC), mesh=mesh, mp_policy=policy
     )
+    masked = {**(single if rank else _pack(5, 9)), "attention_mask": torch.ones(1, 14)}
+    _are_refused("begin anew", lambda: _step(model, masked))
+    dynamic = tiny_model("llama", max_position_embeddings=64, **DYNAMIC)
+    sound = fs.shard_model(dynamic, mesh=mesh, mp_policy=FLOAT32)
+    mine = _pack(5, 70) if rank else _pack(5, 9)
     assert not _step(sound, _pack(5, 9) if rank else single).skipped
     with fs.gradient_sync(sound, "none"):  # gradients that wait are there when a longer row is looked at
         fs.causal_lm_loss(sound, _pack(5, 9), num_targets=25).backward()
-        with pytest.raises(fs.PackingError, match="longest row"):
-            fs.causal_lm_loss(sound, _pack(5, 70) if rank else _pack(5, 9), num_targets=25)
+        _are_refused("longest row", lambda: fs.causal_lm_loss(sound, mine, num_targets=25))
     sound.zero_grad()
-    with pytest.raises(fs.PackingError, match="longest row"):
-        _step(sound, _pack(5, 70) if rank else _pack(5, 9))
+    _are_refused("longest row", lambda: _step(sound, mine))
     assert not _step(sound, single if rank else _pack(5, 9)).skipped
