@@ -263,8 +263,8 @@ def _alone(hang: bool, path: str) -> None:
     with fs.Watchdog(timeout=1.0) as watchdog:
         for step in range(4):
             watchdog.step(step)
-            for _ in range(40):  # of a longer sleep nothing would be left after a stop
-                time.sleep(0.01)
+            for _ in range(4):  # of one sleep nothing would be left after a stop
+                time.sleep(0.1)
         with watchdog.phase("eval", timeout=10):
             time.sleep(1.5)
         watchdog.step(9)
