@@ -17,6 +17,7 @@ before any is counted): ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
 import argparse
 import gc
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -290,7 +291,7 @@ def plan_72b(ranks: int) -> None:
             parameter = model.get_parameter(target.name)
             for rank, box in sharding_of(parameter).parts(parameter.shape):
                 parts = [intersect(piece, box) for piece in target.pieces]
-                counts[rank] += sum(2 * part.numel for part in parts if part is not None)
+                counts[rank] += sum(2 * math.prod(part.size) for part in parts if part is not None)
         done = time.perf_counter()
     print(
         f"{total / 1e9:.1f} GB, {len(plan.targets)} tensors, {ranks} ranks: meta build {built - started:.2f} "

@@ -67,8 +67,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a buffer read into while it still travels",
         "_tensors/reader.py",
-        "part.copy_(raw.to(place.device))",
-        "part.copy_(raw.to(place.device, non_blocking=True))",
+        "part.copy_(values[: len(part)].to(place.device))",
+        "part.copy_(values[: len(part)].to(place.device, non_blocking=True))",
         LOAD,
     ),
     Mistake(

@@ -109,11 +109,18 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "processors shared out twice",
         "_tensors/reader.py",
-        "    shared = ranks_on_host() if cpus == os.cpu_count() else 1\n",
-        "    shared = ranks_on_host()\n",
+        "(ranks_on_host() if cpus == os.cpu_count() else 1)",
+        "ranks_on_host()",
         (
             "tests/weights/test_devices.py::test_threads_are_those_of_the_processors_that_a_rank_has_to_itself",
         ),
+    ),
+    Mistake(
+        "fresh memory is mapped by a fault for each page",
+        "_tensors/reader.py",
+        "    if _LIBC is not None and memory.is_cpu:\n",
+        "    if _LIBC is None and memory.is_cpu:\n",
+        ("tests/weights/test_devices.py::test_fresh_memory_is_mapped_before_it_is_written",),
     ),
     Mistake(
         "a parameter kept in float32 drags along those of its block",

@@ -80,24 +80,20 @@ def test_copies_start_from_what_is_stored_and_not_from_that_rounded(tmp_path: Pa
     run_distributed(_check_unrounded, 2, tmp_path)
 
 
-def _with_a_module(model: Any) -> Any:
-    model.model.extra = torch.nn.Linear(4, 4, bias=False, device="meta")
-    return model
-
-
-def _with_a_buffer(model: Any) -> Any:
-    model.model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda m: peft.get_peft_model(m, _lora()), "lora_A.*add_adapters"),
         (lambda m: peft.get_peft_model(m, _lora(use_dora=True)), "use_dora"),
         (lambda m: peft.get_peft_model(m, peft.IA3Config(task_type="CAUSAL_LM")), "ia3_l.*after loading"),
-        (_with_a_module, "extra.weight.*after loading"),
-        (_with_a_buffer, "table.*after loading"),
+        (
+            lambda m: m.model.add_module("extra", torch.nn.Linear(4, 4, device="meta")) or m,
+            "extra.weight.*after loading",
+        ),
+        (
+            lambda m: m.model.register_buffer("table", torch.empty(3, device="meta"), persistent=False) or m,
+            "table.*after loading",
+        ),
     ],
     ids=["adapters", "DoRA", "IA3", "a module", "a buffer"],
 )

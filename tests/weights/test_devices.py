@@ -1,6 +1,8 @@
 """Loads onto devices that are not the first, by so many threads, without what lies beside a rank's part."""
 
+import mmap
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,18 @@ def test_threads_are_those_of_the_processors_that_a_rank_has_to_itself(
     saved: Path, bound: bool, ranks: int, expected: int
 ) -> None:
     assert run_distributed(_threads_of_a_load, ranks, saved, bound) == [expected] * ranks
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems map memory as it is written")
+def test_fresh_memory_is_mapped_before_it_is_written() -> None:
+    fresh = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8)  # malloc may have some left
+    fresh[:100] = 7
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    read.map_pages(fresh[1:])
+    mapped = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    fresh[100:] = 7
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - mapped < (mapped - faults) / 10
+    assert bool((fresh == 7).all())
 
 
 def _fetched() -> int:

@@ -16,8 +16,8 @@ def logits_tolerance(model: nn.Module, device: torch.device) -> float:
     dtypes = compute_dtypes(model)
     if torch.is_autocast_enabled(device.type):
         dtypes.add(torch.get_autocast_dtype(device.type))
-    tolerance = max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    tolerance = tolerance or TOLERANCES[torch.bfloat16]
+    known = [TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES]
+    tolerance = max(known, default=TOLERANCES[torch.bfloat16])
     # This setting makes cuBLAS compute float32 products in TF32. Other devices stay with float32.
     if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         tolerance = max(tolerance, _TF32_TOLERANCE)

@@ -83,10 +83,13 @@ class Sharding:
             copy: Number of the copy, as in ``parts``.
             rank: The rank.
         """
-        place = self._coordinate(rank)
-        own = self._place_of_copy(copy)
+        if rank not in self._order:
+            return None
+        index, own = self._order.index(rank), self._place_of_copy(copy)
+        strides = contiguous_strides(self.mesh_shape)
+        place = [index // step % size for size, step in zip(self.mesh_shape, strides, strict=True)]
         # Along the axes that do not cut, the coordinates say which copy a rank has.
-        if place is None or any(place[axis] != own[axis] for axis in self._uncut):
+        if any(place[axis] != own[axis] for axis in self._uncut):
             return None
         box = box_at(shape, self.splits, self.mesh_shape, place)
         return box if box.numel else None
@@ -100,7 +103,8 @@ class Sharding:
         if box.intersect(wanted) is None:
             return
         if number == len(self.splits):
-            yield self._rank_at(place), box
+            strides = contiguous_strides(self.mesh_shape)
+            yield self._order[sum(at * step for at, step in zip(place, strides, strict=True))], box
             return
         axis, dim = self.splits[number]
         parts = self.mesh_shape[axis]
@@ -118,18 +122,6 @@ class Sharding:
         for axis in reversed(self._uncut):
             copy, place[axis] = divmod(copy, self.mesh_shape[axis])
         return place
-
-    def _rank_at(self, place: Sequence[int]) -> int:
-        """The rank at a coordinate of the mesh."""
-        strides = contiguous_strides(self.mesh_shape)
-        return self._order[sum(at * step for at, step in zip(place, strides, strict=True))]
-
-    def _coordinate(self, rank: int) -> list[int] | None:
-        """The coordinate of a rank in the mesh; None if it is not in the mesh."""
-        if rank not in self._order:
-            return None
-        index, strides = self._order.index(rank), contiguous_strides(self.mesh_shape)
-        return [index // step % size for size, step in zip(self.mesh_shape, strides, strict=True)]
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding:

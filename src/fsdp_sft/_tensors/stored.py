@@ -39,11 +39,6 @@ class Piece:
     offset: int
     stride: Ints
 
-    @property
-    def numel(self) -> int:
-        """Number of elements in the box."""
-        return math.prod(self.size)
-
 
 def contiguous_strides(shape: Sequence[int]) -> Ints:
     """Strides of a row-major tensor, in elements."""
@@ -206,8 +201,10 @@ _Cut: TypeAlias = tuple[int, int, list[tuple[int, int, int]]]
 
 def _dims(part: Piece, place: torch.Tensor) -> list[tuple[int, int, int]]:
     """The dimensions of a piece, the outermost in the file first."""
-    dims = [d for d in zip(part.size, part.stride, place.stride(), strict=True) if d[0] > 1]
-    dims.sort(key=lambda d: -d[1])
+    dims = sorted(
+        (dim for dim in zip(part.size, part.stride, place.stride(), strict=True) if dim[0] > 1),
+        key=lambda dim: -dim[1],
+    )
     # Neighbouring dimensions become one where both the file and the shard go through them without a gap.
     merged: list[tuple[int, int, int]] = []
     for size, step, place_step in dims:
