@@ -26,7 +26,7 @@ from fsdp_sft._tensors.stored import ByteRange, Read, copied_bytes
 from fsdp_sft.errors import CheckpointFormatError
 
 MAX_WORKERS = 4  # threads that read
-_AHEAD = 16  # how many reads ahead of the one being done the system is asked to fetch
+_AHEAD = 8  # reads that the system is asked to fetch beyond the one being done: up to 64 MiB
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -132,7 +132,7 @@ class _Reader:
                 return None
             read = self._reads[self._taken]
             self._taken += 1
-            for ahead in self._reads[self._taken : self._taken + _AHEAD][-1:]:
+            for ahead in self._reads[self._taken : self._taken + _AHEAD][0 if self._taken == 1 else -1 :]:
                 for run in ahead.runs:
                     advise(self._descriptor(run.file), run.start, run.num_bytes, "POSIX_FADV_WILLNEED")
             for run in read.runs:
