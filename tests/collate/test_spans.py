@@ -374,6 +374,13 @@ def test_each_edge_is_where_a_tokenizer_that_trims_nothing_has_it() -> None:
             assert tokens.first_from(position) == first, (text, position)
 
 
+def test_many_texts_are_tokenised_as_each_alone() -> None:
+    tokenizer, texts = _trained(), [text for text in _texts(50) if text]
+    alone = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    tokenizer(texts, split_special_tokens=True)  # which its backend keeps
+    assert [tokens.ids for tokens in tokenise(tokenizer, texts)] == alone
+
+
 def test_with_trimmed_offsets_a_word_begins_with_its_space_all_the_same() -> None:
     texts = [text for text in _texts(100) if text]
     trimmed, plain = (tokenise(_trained(trim_offsets=trim), texts) for trim in (True, False))

@@ -1,4 +1,4 @@
-"""Templates of strangers that do not end, or make texts of gigabytes, are refused by name."""
+"""Templates of strangers that do not end are refused by name."""
 
 import multiprocessing
 import signal
@@ -35,14 +35,6 @@ def test_a_template_that_does_not_end(name: str, monkeypatch: pytest.MonkeyPatch
             fs.encode_chat(chat("q", "a"), own)
     assert time.thread_time() - started < 3, "it was tried again"
     assert fs.encode_chat(chat("q", "a"), _with("")).num_targets, "the limit has outlived its template"
-
-
-def test_a_text_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "_MAX_CHARACTERS", 1000)
-    own = _with("{% if messages[0].content|length > 5 %}{{ 'x' * 1000 }}{% endif %}")
-    assert fs.encode_chat(chat("q", "a"), own).num_targets
-    with pytest.raises(fs.ChatTemplateError, match=r"writes 1,0\d\d characters, at most 1,000"):
-        fs.encode_chat(chat("a long question", "a"), own)
 
 
 def test_the_signal_is_given_back() -> None:

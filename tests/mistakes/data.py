@@ -38,9 +38,23 @@ MISTAKES = [
     Mistake(
         "the rows of a shard are those of the one before",
         "collate/encoded.py",
-        "_encode_shard(path, start, _rows_of(source, section),",
-        "_encode_shard(path, start, _rows_of(source, range(len(section))),",
+        "else [source[i] for i in section]",
+        "else [source[i] for i in range(len(section))]",
         ENCODED,
+    ),
+    Mistake(
+        "the bytes of tokens are taken for those of the text unseen",
+        "collate/encode.py",
+        'if b"".join(parts) != data:',
+        'if not b"".join(parts):',
+        ("tests/collate/test_spans.py",),
+    ),
+    Mistake(
+        "rows are tokenised as the last call of the tokenizer was",
+        "collate/encode.py",
+        '_by_bytes(call(texts[0])["input_ids"], texts[0], pieces)',
+        "bool(pieces)",
+        ("tests/collate/test_spans.py::test_many_texts_are_tokenised_as_each_alone",),
     ),
     Mistake(
         "every shard counts its rows from 0",

@@ -212,7 +212,7 @@ MISTAKES = [
     Mistake(
         "a data set is read in the format that it is given in",
         "collate/encoded.py",
-        'given.format["type"] not in (None, "custom")',
+        'rows.format["type"] not in (None, "custom")',
         "False",
         ("tests/collate/test_encoded.py",),
     ),
@@ -261,7 +261,7 @@ MISTAKES = [
     Mistake(
         "a header that a token shares with the answer is not noted",
         "collate/encode.py",
-        "return bool(self.text[position:start].strip())",
+        "return bool(self.data[self._at(position) : self.begins[first]].strip())",
         "return False",
         ("tests/collate/test_prompts.py::test_a_header_that_ends_with_a_space_is_noted",),
     ),

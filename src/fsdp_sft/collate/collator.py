@@ -224,9 +224,8 @@ class SFTCollator:
             ValueError: For a row that `encode_chat` refuses.
         """
         chats = encode_all(rows, self.tokenizer, self._options, self._told)
-        longest = max(len(chat.input_ids) for chat in chats)
-        length = longest + -longest % self.pad_to_multiple_of
-        filler = self.tokenizer.pad_token_id or 0  # any id will do
+        whole = -(-max(len(chat.input_ids) for chat in chats) // self.pad_to_multiple_of)
+        length, filler = whole * self.pad_to_multiple_of, self.tokenizer.pad_token_id or 0  # any id will do
         return {
             "input_ids": padded([chat.input_ids for chat in chats], length, filler),
             "attention_mask": padded([[1] * len(chat.input_ids) for chat in chats], length, 0),

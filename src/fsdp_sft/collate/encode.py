@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import weakref
 from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_sft._model.view import tokenizer_of
@@ -30,72 +33,97 @@ if TYPE_CHECKING:
 
 # Token ids of texts, and the token at a given character.
 #
-# Labels need that token only at the two edges of each turn.
+# Labels need that token only at the edges of turns. A tokenizer that reports the offsets of all its tokens
+# takes half as long again; where the bytes of the tokens are the text, they say the same.
+
+# The bytes for which byte-level tokenizers write characters: printable ones stand for themselves.
+_BYTES = {byte: byte for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
+_BYTES |= {256 + n: byte for n, byte in enumerate(byte for byte in range(256) if byte not in _BYTES)}
+_PIECES: weakref.WeakKeyDictionary[Any, dict[int, bytes]] = weakref.WeakKeyDictionary()
+
+
+def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """The bytes of each token, by id; of a tokenizer that is not byte-level, some that are no text's."""
+    if tokenizer not in _PIECES:
+        _PIECES[tokenizer] = {
+            number: token.translate(_BYTES).encode("latin-1", "replace")
+            for token, number in tokenizer.get_vocab().items()
+        } | {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
+    return _PIECES[tokenizer]
 
 
 @dataclass(slots=True)
 class Tokens:
-    """The tokens of one text, at the offsets that the tokenizer reports.
-
-    Edges are found by bisection in the tokenizer's own encoding: converting all offsets to Python objects
-    would take longer than the tokenisation.
+    """The tokens of one text, and where they begin.
 
     Attributes:
         ids: Token ids, (S,).
         text: The tokenised text.
-        encoding: The `tokenizers.Encoding`.
-        tokenizer: The tokenizer.
+        data: The same, or its bytes.
+        begins: Where in `data` each token begins, with the space before its word, and where the last ends.
     """
 
     ids: list[int]
     text: str
-    encoding: Any
-    tokenizer: PreTrainedTokenizerBase
+    data: str | bytes
+    begins: list[int]
 
     def first_from(self, position: int) -> int:
         """Index of the first token that starts at character `position` or later; S if none does."""
-        index = bisect_left(range(len(self.ids)), position, key=self._start)
-        # The bisection uses starts without the leading space, with which a token may begin before `position`.
-        while index < len(self.ids) and self._start_with_space(index) < position:
-            index += 1
-        return index
+        return bisect_left(self.begins, self._at(position), hi=len(self.ids))
 
     def is_cut(self, position: int, first: int) -> bool:
         """Whether text from `position` on lies in a token that begins before it; `first` is the next one."""
-        start = self._start_with_space(first) if first < len(self.ids) else len(self.text)
-        return bool(self.text[position:start].strip())
+        return bool(self.data[self._at(position) : self.begins[first]].strip())
 
-    def _start(self, index: int) -> int:
-        return int(self.encoding.token_to_chars(index)[0])
+    def _at(self, position: int) -> int:
+        return position if isinstance(self.data, str) else len(self.text[:position].encode())
 
-    def _start_with_space(self, index: int) -> int:
-        """Start of a token, with the space that its offsets may leave out.
 
-        Byte-level tokenizers with trim_offsets=True do not count the space of "Ġword" among its characters.
-        """
-        start = self._start(index)
-        before = int(self.encoding.token_to_chars(index - 1)[1]) if index else 0
-        if start <= before or not self.text[before:start].isspace():
-            return start
-        token = str(self.tokenizer.convert_ids_to_tokens(self.ids[index]))
-        return max(before, start - (len(token) - len(token.lstrip("Ġ"))))
+def _by_bytes(ids: list[int], text: str, pieces: Mapping[int, bytes]) -> Tokens | None:
+    """Tokens whose bytes make up the text; None if they do not."""
+    parts, data = [pieces.get(number, b"") for number in ids], text.encode()
+    if b"".join(parts) != data:
+        return None
+    begins = list(accumulate(map(len, parts), initial=0))
+    return Tokens(ids, text, text if len(text) == len(data) else data, begins)
+
+
+def _by_offsets(encoding: Any, text: str, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Tokens at the characters that the tokenizer reports."""
+    begins, before = [], 0
+    for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        # Byte-level tokenizers with trim_offsets=True do not count the space of "Ġword" among its characters.
+        if text[before:start].isspace():
+            token = str(tokenizer.convert_ids_to_tokens(number))
+            start = max(before, start - (len(token) - len(token.lstrip("Ġ"))))
+        begins.append(start)
+        before = end
+    return Tokens(encoding.ids, text, text, [*begins, len(text)])
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, verbose: bool = False) -> list[Tokens]:
     """Tokenise texts in one call, without adding special tokens; with ``verbose`` long ones are warned of."""
-    if not texts:
-        return []
-    batch = tokenizer(
-        texts,
+    call = partial[Any](
+        tokenizer.__call__,
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=verbose,
     )
-    return [
-        Tokens(ids, text, encoding, tokenizer)
-        for ids, text, encoding in zip(batch["input_ids"], texts, batch.encodings or [], strict=True)
-    ]
+    pieces, found = _pieces_of(tokenizer), []
+    # The call of the first gives the backend the tokenizer's own settings, as that for special tokens.
+    by_bytes = len(texts) > 1 and not verbose and _by_bytes(call(texts[0])["input_ids"], texts[0], pieces)
+    if by_bytes:
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    else:
+        encodings = call(texts).encodings if texts else []
+    for encoding, text in zip(encodings, texts, strict=True):
+        tokens = _by_bytes(encoding.ids, text, pieces)
+        if tokens is None:
+            tokens = _by_offsets(call([text]).encodings[0] if by_bytes else encoding, text, tokenizer)
+        found.append(tokens)
+    return found
 
 
 @dataclass(frozen=True)
@@ -152,8 +180,10 @@ def read_encoded(row: Any) -> EncodedChat:
             "rows are padded in a batch, so tokenise without padding="
         )
     refuse_media(given)
-    columns = (given["input_ids"], given["labels"])
-    ids, labels = (values.tolist() if hasattr(values, "tolist") else values for values in columns)
+    ids, labels = (
+        given[key].tolist() if hasattr(given[key], "tolist") else given[key]
+        for key in ("input_ids", "labels")
+    )
     for key, values in (("input_ids", ids), ("labels", labels)):
         try:
             # No loop of Python over the items, which would take as long as the rest of a collator.
@@ -269,8 +299,9 @@ def encode_all(
     chats = []
     for index, chat in enumerate(encode_rows(rows, tokenizer, options)):
         if isinstance(chat, RowError):
-            place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
-            raise row_error(f"{place}{chat}", chat.reason) from chat
+            raise row_error(
+                f"row {index} of {len(rows)}: {chat}" if len(rows) > 1 else str(chat), chat.reason
+            ) from chat
         chats.append(chat)
     warn_of_notes(Counter(name for chat in chats for name in ("kept", *chat.notes)), told)
     return chats
@@ -429,5 +460,8 @@ def _cut(chat: EncodedChat, options: EncodeOptions) -> EncodedChat | RowError:
             reason="too_long",
         )
     cut = EncodedChat(chat.input_ids[begin:end], chat.labels[begin:end], chat.notes)
-    is_empty = chat.num_targets and not cut.num_targets
-    return replace(cut, notes=(*chat.notes, "truncated_away")) if is_empty else cut
+    return (
+        replace(cut, notes=(*chat.notes, "truncated_away"))
+        if chat.num_targets and not cut.num_targets
+        else cut
+    )

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from typing_extensions import Unpack
 
-from fsdp_sft._compat import data
+from fsdp_sft._compat.data import dataset_fingerprint, is_hub_dataset
 from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, this_rank, while_others_wait, world_size
 from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside, write_bytes
@@ -110,7 +110,12 @@ def encode_dataset(
     if not 0 <= max_refused <= 1:
         raise ValueError(f"max_refused must be a share of 0 to 1, got {max_refused!r}")
     with agreed("looking at the rows to encode"):
-        source = _readable(rows)
+        if not len(rows):
+            raise ValueError("there are no rows to encode")
+        source = rows
+        if is_hub_dataset(rows) and rows.format["type"] not in (None, "custom"):
+            # Slices of other formats are tables or arrays. A transform stays.
+            source = rows.with_format(None, columns=rows.format["columns"])
     digest = while_others_wait(True, partial(_digest_of, source, tokenizer, wanted), "naming the encoding")
     agree_on(
         "encoding",
@@ -118,10 +123,11 @@ def encode_dataset(
     )
     with agreed("naming the encoding", itemgetter(0)) as name:
         # Rank 0's: a data set with functions that cannot be hashed has another fingerprint in each process.
-        name.told = f"{digest} {data.dataset_fingerprint(source)}"
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = full_path(cache_dir or caches / "fsdp-sft" / "encoded")
-    folder = root / hashlib.sha256(name.result.encode()).hexdigest()[:40]
+        name.told = f"{digest} {dataset_fingerprint(source)}"
+    root = cache_dir or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fsdp-sft", "encoded"
+    )
+    folder = full_path(root) / hashlib.sha256(name.result.encode()).hexdigest()[:40]
     while_others_wait(
         True,
         partial(_encode_missing, source, folder, tokenizer, wanted, max_refused),
@@ -133,26 +139,6 @@ def encode_dataset(
             raise ValueError(f"no row has a target, counted {encoded.counts}")
     warn_of_notes(encoded.counts, {"answer_cut_off"})
     return encoded
-
-
-def _readable(given: Any) -> Any:
-    """The rows that the user has given, a ``datasets.Dataset`` as one of plain rows.
-
-    Raises:
-        ValueError: If there are none.
-    """
-    if not len(given):
-        raise ValueError("there are no rows to encode")
-    if data.is_hub_dataset(given) and given.format["type"] not in (None, "custom"):
-        # Slices of other formats are tables or arrays. A transform stays.
-        given = given.with_format(None, columns=given.format["columns"])
-    return given
-
-
-def _rows_of(rows: Any, wanted: range) -> list[Any]:
-    """The wanted rows as a list."""
-    # Of a Hugging Face data set a section at once is far faster than its rows one by one.
-    return rows.__getitems__(wanted) if data.is_hub_dataset(rows) else [rows[index] for index in wanted]
 
 
 def _digest_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> str:
@@ -176,19 +162,16 @@ def _digest_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeO
         "templates": tokenizer.chat_template,
         "options": asdict(options),
     }
-    some = 1 if data.dataset_fingerprint(source) is None else max(1, len(source) // 64)
+    some = 1 if dataset_fingerprint(source) is None else max(1, len(source) // 64)
     digest = hashlib.sha256()
     for row in chain([about], (source[index] for index in range(0, len(source), some))):
         row = vars(row) if isinstance(row, EncodedChat) else row
         # Keys are not sorted: templates print objects in the order of their keys, so the order matters.
-        content = json.dumps(row, default=_plain, skipkeys=True).encode()
+        content = json.dumps(
+            row, default=lambda one: one.tolist() if hasattr(one, "tolist") else repr(one), skipkeys=True
+        ).encode()
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """The value in a form that JSON can hold."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def _encode_missing(
@@ -219,7 +202,11 @@ def _encode_missing(
         for path, start in (*jobs[first:end], *reversed(jobs[end:] + jobs[:first])):
             section = range(start, min(start + size, len(source)))
             if not path.exists():
-                _encode_shard(path, start, _rows_of(source, section), tokenizer, options)
+                # Of a Hugging Face data set a section at once is far faster than its rows one by one.
+                rows = (
+                    source.__getitems__(section) if is_hub_dataset(source) else [source[i] for i in section]
+                )
+                _encode_shard(path, start, rows, tokenizer, options)
             _read_shard(path, encoded)
             _refuse_many(encoded, max_refused, len(source))
             bar.update(len(section))
@@ -232,8 +219,8 @@ def _encode_shard(
     columns = {name: array("i") for name in _COLUMNS}
     counts = FilterCounts()
     for _, chat in kept_rows(rows, tokenizer, options, counts, first=first):
-        columns["ids"].extend(chat.input_ids)
-        columns["labels"].extend(chat.labels)
+        columns["ids"].fromlist(chat.input_ids)
+        columns["labels"].fromlist(chat.labels)
         columns["lengths"].append(len(chat.input_ids))
         columns["targets"].append(chat.num_targets)
     tensors = {

@@ -118,7 +118,10 @@ def render_labels_html(
     )
     rows, tokens, targets = [], 0, 0
     for number, (*columns, mask) in enumerate(zip(input_ids, labels, masks, strict=True)):
-        ids, marks = (_unpadded(column, mask) for column in columns)
+        ids, marks = (
+            [item for item, keep in zip(_as_list(column), _as_list(mask), strict=True) if keep]
+            for column in columns
+        )
         count = sum(mark != IGNORE_INDEX for mark in marks[1:])
         tokens, targets = tokens + len(ids), targets + count
         text = "".join(_as_html(*run) for run in _runs(tokenizer, ids, marks))
@@ -138,11 +141,6 @@ def _as_html(text: str, trained: bool) -> str:
 
 def _as_list(values: Any) -> list[int]:
     return [int(item) for item in (values.tolist() if isinstance(values, torch.Tensor) else values)]
-
-
-def _unpadded(values: Any, mask: Ids) -> list[int]:
-    """The values at which the mask is not 0."""
-    return [item for item, keep in zip(_as_list(values), _as_list(mask), strict=True) if keep]
 
 
 def _runs(tokenizer: PreTrainedTokenizerBase, ids: list[int], marks: list[int]) -> Iterator[tuple[str, bool]]:

@@ -49,8 +49,8 @@ def _read_turn(item: Any, where: str) -> Message:
     if speaker != "function_call":
         return read_message({**message, "content": value}, where)
     calls = parse_json(value, f"{where}: function_call")
-    calls = calls if isinstance(calls, list) else [calls]
-    return read_message({**message, "content": "", "tool_calls": calls}, where)
+    message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    return read_message({**message, "content": ""}, where)
 
 
 def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SECONDS = 10.0  # of the CPU, for one conversation
-_MAX_CHARACTERS = 1 << 27  # of a rendered conversation, which is copied several times
 _endless: set[str] = set()  # templates that have gone over the time, which are not tried again
 
 # A macro or a block set captures its output, and transformers counts the offsets of generation tags in it
@@ -85,7 +84,12 @@ class ChatTemplate:
         if key not in known:
             if len(known) >= _MAX_VARIABLES:
                 known.pop(next(iter(known)), None)
-            known[key] = _Known(_special_tokens(tokenizer))
+            added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - {
+                ""
+            }
+            known[key] = _Known(
+                re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
+            )
         self._known = known[key]
         self.special_token = self._known.special_token
         self._in_parts = False
@@ -109,19 +113,15 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: If the template refuses the conversation, or does not parse ("no_template").
         """
-        if self._in_parts or self._thinks_in_parts:
-            messages = [self._as_parts(message) for message in messages]
         try:
             with _limited(self.text):
                 text, tags = render_chat(
                     self.text,
-                    messages,
+                    [self._as_parts(message) for message in messages],
                     variables={**self._variables, **(mode or {})},
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
                 )
-            if len(text) > _MAX_CHARACTERS:
-                raise ValueError(f"it writes {len(text):,} characters, at most {_MAX_CHARACTERS:,} are read")
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not parse: line "
@@ -323,12 +323,6 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
         facts.reasoning_key: (thought if opening else head).strip(),
         "content": answer.lstrip(),
     }
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """What matches the special tokens of a tokenizer, those without a name of their own among them."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
-    return re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
