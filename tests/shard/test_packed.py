@@ -168,10 +168,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-def test_with_other_options(how: str, tmp_path: Path) -> None:
-    make(tmp_path, "qwen3-moe", "nf4")
-    run_distributed(check, 2, tmp_path, "qwen3-moe", "nf4", {}, OPTIONS[how])
+@pytest.mark.parametrize(
+    ("kind", "family", "how"),
+    [
+        *(("nf4", "qwen3-moe", how) for how in OPTIONS),
+        *(("stored", family, "shared experts") for family in ("gpt-oss", "deepseek-v3")),
+    ],
+)
+def test_with_other_options(kind: str, family: str, how: str, tmp_path: Path) -> None:
+    published(tmp_path, family) if kind == "stored" else make(tmp_path, family, kind)
+    run_distributed(check, 2, tmp_path, family, kind, {}, OPTIONS[how])
 
 
 def published(folder: Path, family: str, block: int = 16, *, seed: int = 0) -> None:
@@ -196,12 +202,6 @@ def test_other_formats_as_stored(form: str, tmp_path: Path) -> None:
         (tmp_path / folder).rename(tmp_path / name)
     _, bits = run_distributed(check, 2, tmp_path, "llama", "stored", {}, {})[0]
     assert bits < 9
-
-
-def test_as_stored_by_ranks_that_share_experts(tmp_path: Path) -> None:
-    for family in ("gpt-oss", "deepseek-v3"):
-        published(tmp_path / family, family)
-        run_distributed(check, 2, tmp_path / family, family, "stored", {}, OPTIONS["shared experts"])
 
 
 def _resume(folder: Path, kind: str, root: str, begin: bool) -> Any:
