@@ -287,17 +287,20 @@ def test_models_of_text_have_none() -> None:
         assert fs.freeze_towers(tiny_model(family)) == []
 
 
-def _by_default(folder: Path) -> None:
-    model: Any = fs.load_pretrained(folder, mesh=mesh_here(), sac_ratio="1/2")
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    multimodal.tiny("llava").save_pretrained(folder)
+    return folder
+
+
+@on_ranks(2)
+def test_frozen_in_16_bits_unless_told(llava: Path) -> None:
+    model: Any = fs.load_pretrained(llava, mesh=mesh_here(), sac_ratio="1/2")
     first = next(model.model.language_model.parameters())
     assert (model.model.vision_tower.dtype, first.dtype) == (torch.bfloat16, torch.float32)
-    trained: Any = fs.load_pretrained(folder, mesh=mesh_here(), freeze_towers=False)
+    trained: Any = fs.load_pretrained(llava, mesh=mesh_here(), freeze_towers=False)
     assert {(p.dtype, p.requires_grad) for p in trained.parameters()} == {(torch.float32, True)}
-
-
-def test_frozen_in_16_bits_unless_told(tmp_path: Path) -> None:
-    multimodal.tiny("llava").save_pretrained(tmp_path)
-    run_distributed(_by_default, 2, tmp_path)
 
 
 def test_fractions_and_packing_leave_them_out() -> None:
@@ -340,14 +343,18 @@ def _with_pixels(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _accumulate(folder: Path, freeze_towers: bool, pixels_in: int | None) -> None:
+@pytest.mark.parametrize(
+    ("freeze_towers", "pixels_in"), [(True, None), (True, 1), (False, None), (False, 0), (False, 1)]
+)
+@on_ranks(2)
+def test_towers_that_no_forward_has_gathered(llava: Path, freeze_towers: bool, pixels_in: int | None) -> None:
     rank = dist.get_rank()
     window = [ragged_batches(6)[2 * i + rank] for i in range(3)]
     if pixels_in is not None:
         window[pixels_in] = _with_pixels(window[pixels_in])
     found = []
     for grad_sync in ("each", "last"):
-        model: Any = fs.load_pretrained(folder, mesh=mesh_here(), freeze_towers=freeze_towers)
+        model: Any = fs.load_pretrained(llava, mesh=mesh_here(), freeze_towers=freeze_towers)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         losses = [
             fs.train_step(model, window, optimizer, grad_sync=grad_sync, max_grad_norm=None).loss
@@ -358,13 +365,3 @@ def _accumulate(folder: Path, freeze_towers: bool, pixels_in: int | None) -> Non
     assert last == pytest.approx(each, rel=1e-2)
     assert each[1] < each[0]
     torch.testing.assert_close(trained, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("freeze_towers", "pixels_in"), [(True, None), (True, 1), (False, None), (False, 0), (False, 1)]
-)
-def test_towers_that_no_forward_has_gathered(
-    freeze_towers: bool, pixels_in: int | None, tmp_path: Path
-) -> None:
-    multimodal.tiny("llava").save_pretrained(tmp_path)
-    run_distributed(_accumulate, 2, tmp_path, freeze_towers, pixels_in)
