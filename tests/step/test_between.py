@@ -131,7 +131,7 @@ def _mine(count: int = 2) -> list[Any]:
 def _trained(program: Program) -> list[float]:
     """Norms of two clipped steps, and then the parameters' norms."""
     own_loop, acts = program
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=2)
     for act in acts:
         if act.when == BEFORE:
             _act(act, model, None)
@@ -169,7 +169,7 @@ def _targets(batches: list[Any]) -> int:
 
 def _plain(acts: tuple[Act, ...]) -> list[float]:
     """The same of one process without shards, where only hooks matter."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     ranks = torch.distributed.get_world_size()
     norms = []
