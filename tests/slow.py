@@ -14,6 +14,7 @@ _WATCH = "tests/jobs/test_watchdog.py::test_the_rank_is_named_on_all_that_live_w
 _HEALTHY = "tests/check/test_planted.py::test_healthy_ranks_are_accused_of_nothing"
 _ASKED = "tests/check/test_planted.py::test_what_is_asked_for_trains_as_in_one_process"
 _DEVICE = "tests/planner/test_on_a_device.py::test_the_estimate_is_what_a_device_has_in_use"
+_PACKED = "tests/shard/test_packed.py::test_steps_are_those_on_the_values"
 _ASKED_FOR = ("replicas", "windows", "tied", "fp8", "compiled", "dense first", "random routing", "a tower")
 
 # Beginnings of test ids, and the test that stays.
@@ -34,6 +35,14 @@ BESIDE: dict[str, str] = {
             *("GptOssForCausalLM-ours4", "DeepseekV3ForCausalLM-ours2", "DeepseekV3ForCausalLM-ours4"),
         )
     },
+    **{
+        f"{_PACKED}[{case}-4]": f"{_PACKED}[{case}-2x2]"
+        for case in (
+            *("nf4-llama", "nf4-qwen3-moe", "nf4-gpt-oss"),
+            *("stored-llama", "stored-qwen3-moe", "stored-gpt-oss"),
+        )
+    },
+    **{f"{_PACKED}[{kind}-qwen3-moe-1]": f"{_PACKED}[{kind}-llama-1]" for kind in ("nf4", "stored")},
     **{
         f"tests/compositions/test_compositions.py::test_a_composition_is_equal[{index}]": (
             "tests/compositions/test_compositions.py::test_a_composition_is_equal[0]"

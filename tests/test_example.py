@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from tests.harness import launches
 from tests.harness.forks import Program
 from tests.harness.places import EXAMPLES, script
-from tests.harness.ranks import run_distributed
+from tests.harness.ranks import on_ranks
 
 BUNDLED = "chats.jsonl"
 EXAMPLE = EXAMPLES / "minimal_sft.py"
@@ -61,16 +61,12 @@ def test_the_precision_is_the_one_asked_for_or_the_fast_one(
     assert capsys.readouterr().out == said
 
 
-def _dtype_where_rank_1_is_slow() -> torch.dtype:
+@on_ranks(2)
+def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
     rank = dist.get_rank()
     torch.cpu.get_capabilities = lambda: {"avx512_bf16": rank == 0}
-    return script("minimal_sft").compute_dtype(
-        "auto", SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
-    )
-
-
-def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
-    assert run_distributed(_dtype_where_rank_1_is_slow, 2) == [torch.float32, torch.float32]
+    context = SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
+    assert script("minimal_sft").compute_dtype("auto", context) == torch.float32
 
 
 def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
 """What only a CUDA device can show; run by ``make test-gpu``."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,11 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft.attention.varlen import attention
+from tests.harness import launches
 from tests.harness.losses import with_loss
 from tests.harness.models import tiny_model
 from tests.harness.packs import drawn_rows
-from tests.harness.places import EXAMPLES, ROOT
+from tests.harness.places import EXAMPLES
 
 pytestmark = pytest.mark.gpu
 
@@ -65,23 +63,14 @@ if context.is_main:
 
 def _torchrun(*arguments: str) -> str:
     ranks = min(torch.cuda.device_count(), 2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return launches.run([*launches.torchrun(ranks, "--standalone"), *arguments])
 
 
 def test_gradients_equal_the_single_process_and_checkpoints_resume(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    report = json.loads(_torchrun(str(script), str(tmp_path)).splitlines()[-1])
+    (line,) = re.findall(r"^{.*}$", _torchrun(str(script), str(tmp_path)), re.MULTILINE)
+    report = json.loads(line)
     assert report.keys() == {"plain", "offload", "zero2"}
     assert all(error <= 1e-10 for error in report.values()), report
 

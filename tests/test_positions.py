@@ -159,12 +159,3 @@ def test_each_epoch_has_its_own_order_whatever_workers_read(persistent: bool) ->
     first, second = _pass(loader), _pass(loader)
     assert (first, second) == (_pass(plain), _pass(plain))
     assert first != second
-
-
-def test_a_position_is_that_of_the_whole_job() -> None:
-    for kind, make in KINDS.items():
-        shares = [make(2, rank) for rank in range(2)]
-        for _, loader in shares:
-            _pass(loader, 2)
-        one, other = (keeper.state_dict() for keeper, _ in shares)
-        assert one == other, kind

@@ -44,11 +44,10 @@ class Loop:
         self.ranks, self.rank = dist.get_world_size() // each, dist.get_rank() // each
         self.is_first = dist.get_rank() % each == 0
         self.epoch = self.taken = 0
-        padded = draw["batches"] == "padded"
-        self.collate = partial(options.collated if padded else _packed, draw)
+        self.collate = partial(options.collated if draw["batches"] == "padded" else _packed, draw)
         self.sampler: Any = None
         if draw["loader"] != "list":
-            self.sampler = self._sampler() if padded else self._sampler_of_packs()
+            self.sampler = self._sampler()
             self.loader = self._loader()
 
     def _loader(self) -> Any:
@@ -64,22 +63,17 @@ class Loop:
         return DataLoader(rows, options.BATCH_ROWS, sampler=self.sampler, **options_of)
 
     def _sampler(self) -> Any:
-        mixed = self.draw["loader"] == "sampler of a mixture"
-        return fs.ResumableSampler(self._halves() if mixed else len(self.rows), **self.mesh)
-
-    def _sampler_of_packs(self) -> Any:
+        """Of rows, or of packs."""
+        kind, third = self.draw["loader"], len(self.rows) // 3
+        mixture = fs.Mixture([third, len(self.rows) - third]) if kind == "sampler of a mixture" else None
+        if self.draw["batches"] == "padded":
+            return fs.ResumableSampler(len(self.rows) if mixture is None else mixture, **self.mesh)
         given: dict[str, Any] = {"max_length": options.PACK_TOKENS, **self.mesh}
-        if self.draw["loader"] == "stream":
+        if kind == "stream":
             return fs.PackedStream(self.rows, buffer_size=9, **given)
-        lengths, given["num_targets"] = fs.row_sizes(self.rows)
-        if self.draw["loader"] == "sampler of a mixture":
-            given["mixture"] = self._halves()
-        if self.draw["loader"] == "sampler by cost":
-            given["cost"] = (1.0, 0.5)
-        return fs.PackedSampler(lengths, **given)
-
-    def _halves(self) -> fs.Mixture:
-        return fs.Mixture([len(self.rows) // 3, len(self.rows) - len(self.rows) // 3])
+        lengths, targets = fs.row_sizes(self.rows)
+        cost = (1.0, 0.5) if kind == "sampler by cost" else None
+        return fs.PackedSampler(lengths, num_targets=targets, mixture=mixture, cost=cost, **given)
 
     def state(self) -> Any:
         """For the checkpoint; the same on all ranks."""

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 import fsdp_sft as fs
 from fsdp_sft._model.blocks import towers_of
 from fsdp_sft.shard.packing import choose_packed
-from tests import plain as plainly
 from tests.harness import multimodal
 from tests.harness.composed import composed
 from tests.harness.hf_folders import plain, save_tiny
@@ -24,79 +23,14 @@ from tests.harness.trained import assert_same, everything, spread
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
-NUM_STEPS = 4
-LEARNING_RATE = 1e-2
-
 
 def _config(**overrides: Any) -> Any:
     common = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return peft.LoraConfig(**common | overrides)
 
 
-def _windows(ranks: int) -> list[list[list[dict[str, Any]]]]:
-    """Steps of ranks of two micro-batches; the same rows at every number of ranks that divides four."""
-    batches = ragged_batches(4 * NUM_STEPS)
-    per_rank = 4 // ranks
-    steps = [batches[4 * step : 4 * step + 4] for step in range(NUM_STEPS)]
-    return [[step[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)] for step in steps]
-
-
 def _optimizer(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-
-
-def _train(
-    model: Any, optimizer: torch.optim.Optimizer, first: int = 0, last: int = NUM_STEPS
-) -> list[float]:
-    steps = _windows(dist.get_world_size())[first:last]
-    return [fs.train_step(model, step[dist.get_rank()], optimizer).loss for step in steps]
-
-
-def _sharded(model: Any) -> Any:
-    return fs.shard_model(model, mesh=mesh_here(), master_dtype=torch.float64, mp_policy=FLOAT32)
-
-
-def _assert_equals_oracle(model: Any, losses: list[float], oracle: Any, expected: list[float]) -> None:
-    assert losses == pytest.approx(expected, rel=1e-10)
-    actual = {name: full(model.get_parameter(name).detach()) for name, _ in oracle.named_parameters()}
-    torch.testing.assert_close(actual, dict(oracle.named_parameters()), rtol=0, atol=1e-9)
-    frozen = {name: p for name, p in oracle.named_parameters() if not p.requires_grad}
-    assert_same({name: actual[name] for name in frozen}, frozen)
-
-
-def _freeze(model: Any, how: str) -> Any:
-    model.get_input_embeddings().requires_grad_(False)
-    if how == "lower half":
-        for block in list(fs.find_blocks(model).values())[:2]:
-            block.requires_grad_(False)
-    return model
-
-
-@on_ranks(2)
-def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
-    for how in ("embedding", "lower half"):
-        oracle = _freeze(tiny_model("llama", dtype=torch.float64), how)
-        optimizer = _optimizer(oracle)
-        expected = [
-            plainly.step(oracle, [oracle_loss(oracle, window)], [optimizer], max_norm=1.0)[0]
-            for (window,) in _windows(1)
-        ]
-        model = _sharded(_freeze(tiny_model("llama", dtype=torch.float64), how))
-        optimizer = _optimizer(model)
-        losses = _train(model, optimizer, 0, 3)
-        fs.save_checkpoint(f"{tmp_path}/{how}", 3, model=model, optimizer=optimizer)
-        resumed = _sharded(_freeze(tiny_model("llama", seed=5, dtype=torch.float64), how))
-        optimizer = _optimizer(resumed)
-        assert fs.load_checkpoint(f"{tmp_path}/{how}", model=resumed, optimizer=optimizer).step == 3
-        losses += _train(resumed, optimizer, 3)
-        _assert_equals_oracle(resumed, losses, oracle, expected)
-        trained = {p for p in resumed.parameters() if p.requires_grad}
-        assert set(optimizer.state) == trained, "frozen ones cost nothing"
-        assert 0 < len(trained) < len(list(resumed.parameters()))
-        assert all(p.grad is None for p in resumed.parameters())
-        out = fs.export_hf(resumed, f"{tmp_path}/{how} exported", dtype=torch.float64)
-        exported = dict(tf.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64).named_parameters())
-        torch.testing.assert_close(exported, dict(oracle.named_parameters()), rtol=0, atol=1e-9)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
 @on_ranks(2)
@@ -353,17 +287,20 @@ def test_models_of_text_have_none() -> None:
         assert fs.freeze_towers(tiny_model(family)) == []
 
 
-def _by_default(folder: Path) -> None:
-    model: Any = fs.load_pretrained(folder, mesh=mesh_here(), sac_ratio="1/2")
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    multimodal.tiny("llava").save_pretrained(folder)
+    return folder
+
+
+@on_ranks(2)
+def test_frozen_in_16_bits_unless_told(llava: Path) -> None:
+    model: Any = fs.load_pretrained(llava, mesh=mesh_here(), sac_ratio="1/2")
     first = next(model.model.language_model.parameters())
     assert (model.model.vision_tower.dtype, first.dtype) == (torch.bfloat16, torch.float32)
-    trained: Any = fs.load_pretrained(folder, mesh=mesh_here(), freeze_towers=False)
+    trained: Any = fs.load_pretrained(llava, mesh=mesh_here(), freeze_towers=False)
     assert {(p.dtype, p.requires_grad) for p in trained.parameters()} == {(torch.float32, True)}
-
-
-def test_frozen_in_16_bits_unless_told(tmp_path: Path) -> None:
-    multimodal.tiny("llava").save_pretrained(tmp_path)
-    run_distributed(_by_default, 2, tmp_path)
 
 
 def test_fractions_and_packing_leave_them_out() -> None:
@@ -406,14 +343,18 @@ def _with_pixels(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _accumulate(folder: Path, freeze_towers: bool, pixels_in: int | None) -> None:
+@pytest.mark.parametrize(
+    ("freeze_towers", "pixels_in"), [(True, None), (True, 1), (False, None), (False, 0), (False, 1)]
+)
+@on_ranks(2)
+def test_towers_that_no_forward_has_gathered(llava: Path, freeze_towers: bool, pixels_in: int | None) -> None:
     rank = dist.get_rank()
     window = [ragged_batches(6)[2 * i + rank] for i in range(3)]
     if pixels_in is not None:
         window[pixels_in] = _with_pixels(window[pixels_in])
     found = []
     for grad_sync in ("each", "last"):
-        model: Any = fs.load_pretrained(folder, mesh=mesh_here(), freeze_towers=freeze_towers)
+        model: Any = fs.load_pretrained(llava, mesh=mesh_here(), freeze_towers=freeze_towers)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         losses = [
             fs.train_step(model, window, optimizer, grad_sync=grad_sync, max_grad_norm=None).loss
@@ -424,13 +365,3 @@ def _accumulate(folder: Path, freeze_towers: bool, pixels_in: int | None) -> Non
     assert last == pytest.approx(each, rel=1e-2)
     assert each[1] < each[0]
     torch.testing.assert_close(trained, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("freeze_towers", "pixels_in"), [(True, None), (True, 1), (False, None), (False, 0), (False, 1)]
-)
-def test_towers_that_no_forward_has_gathered(
-    freeze_towers: bool, pixels_in: int | None, tmp_path: Path
-) -> None:
-    multimodal.tiny("llava").save_pretrained(tmp_path)
-    run_distributed(_accumulate, 2, tmp_path, freeze_towers, pixels_in)

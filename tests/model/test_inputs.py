@@ -1,7 +1,6 @@
 """Inputs: packs of vision-language models, caches that a forward does not name, ids without a row."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,7 +81,6 @@ def _batch(key: str = "input_ids", value: int = VOCAB) -> dict[str, torch.Tensor
     return batch
 
 
-TOKENIZER: Any = SimpleNamespace(pad_token_id=0, is_fast=True)
 LAYERS: dict[str, type[nn.Module]] = {
     "get_input_embeddings": nn.Embedding,
     "get_output_embeddings": nn.Linear,

@@ -1,6 +1,7 @@
 """Models that others look at are left as they were; blocks are found; wrappers are followed or refused."""
 
 import copy
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -50,6 +51,8 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 def _state(model: nn.Module) -> dict[str, Any]:
     """All tensors and plain attributes, by name."""
     found: dict[str, Any] = dict(named_tensors(model))
+    found |= {f"{name}.grad": p.grad for name, p in model.named_parameters()}
+    found["config"] = str(getattr(model, "config", None))
     for fqn, module in model.named_modules():
         found |= {f"{fqn}:{name}": value for name, value in vars(module).items()}
     plain = (torch.Tensor, bool, int, float, str, type(None))
@@ -64,14 +67,21 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return sorted({name for name, _ in before.items() ^ after.items()})
 
 
-def _check_look(look: str, rope: str, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    ("look", "rope", "ranks"),
+    [*itertools.product(LOOKS, ROPES, [1]), *((look, "dynamic", 2) for look in LOOKS)],
+)
+@on_ranks()
+def test_a_look_leaves_a_model_as_it_was(look: str, rope: str, ranks: int) -> None:
     model = tiny_model("llama", max_position_embeddings=16, rope_parameters=ROPES[rope])
-    if sharded:
+    if ranks > 1:
         fs.shard_model(model, mesh=mesh_here())
+    model.model.layers[1].eval()
     ids = torch.arange(3, 35)[None]
+    model(input_ids=ids[:, :9]).logits.sum().backward()
     with torch.no_grad():
         model(input_ids=ids)  # longer than the model was made for: the cached length has grown
-        oracle = copy.deepcopy(model) if not sharded else None
+        oracle = copy.deepcopy(model) if ranks == 1 else None
     reshard(model)
     before = _state(model)
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
@@ -83,18 +93,6 @@ def _check_look(look: str, rope: str, sharded: bool) -> None:
     if oracle is not None:
         with torch.no_grad():
             assert torch.equal(model(input_ids=ids).logits, oracle(input_ids=ids).logits)
-
-
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("look", LOOKS)
-def test_a_look_leaves_a_model_as_it_was(look: str, rope: str) -> None:
-    _check_look(look, rope, sharded=False)
-
-
-@pytest.mark.parametrize("look", LOOKS)
-@on_ranks(2)
-def test_a_look_leaves_a_sharded_model_as_it_was(look: str) -> None:
-    _check_look(look, "dynamic", sharded=True)
 
 
 class Restless(nn.Module):
@@ -178,30 +176,25 @@ def test_every_causal_lm_of_transformers_has_its_layers_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "prefixes"),
+    ("family", "by_class", "names"),
     [
-        ("llama", {"model.layers": 3}),
-        ("gpt2", {"transformer.h": 3}),
-        ("mixtral", {"model.layers": 3}),
-        ("t5", {"encoder.block": 3, "decoder.block": 3}),
-        ("bert", {"bert.encoder.layer": 3}),
+        ("llama", None, ["model.layers.{}"]),
+        ("gpt2", None, ["transformer.h.{}"]),
+        ("mixtral", None, ["model.layers.{}"]),
+        ("t5", None, ["encoder.block.{}", "decoder.block.{}"]),
+        ("bert", None, ["bert.encoder.layer.{}"]),
+        ("llama", "LlamaAttention", ["model.layers.{}.self_attn"]),
+        ("llama", ["LlamaDecoderLayer", nn.Linear], ["model.layers.{}", "lm_head"]),
     ],
 )
-def test_blocks_of_decoders_encoder_decoders_and_classifiers(family: str, prefixes: dict[str, int]) -> None:
+def test_blocks_of_decoders_encoder_decoders_and_classifiers_or_the_outermost_of_a_class(
+    family: str, by_class: Any, names: list[str]
+) -> None:
     model = tiny_model(family)
-    expected = [f"{prefix}.{i}" for prefix, n in prefixes.items() for i in range(n)]
-    blocks = fs.find_blocks(model)
+    expected = [name.format(i) for name in names for i in (range(3) if "{}" in name else [0])]
+    blocks = fs.find_blocks(model, block_cls=by_class)
     assert list(blocks) == expected
     assert all(model.get_submodule(fqn) is block for fqn, block in blocks.items())
-
-
-def test_by_class_takes_the_outermost() -> None:
-    model = tiny_model("llama")
-    assert list(fs.find_blocks(model, block_cls="LlamaAttention")) == [
-        f"model.layers.{i}.self_attn" for i in range(3)
-    ]
-    several = fs.find_blocks(model, block_cls=["LlamaDecoderLayer", nn.Linear])
-    assert list(several) == [f"model.layers.{i}" for i in range(3)] + ["lm_head"]
 
 
 def _layer() -> nn.Module:

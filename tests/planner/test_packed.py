@@ -124,11 +124,15 @@ def test_the_largest_mixtures_on_one_node_as_they_are_published() -> None:
     )
     assert packed.peak_bytes < plain.peak_bytes < budget_of(gpu_named("h100"), 8).usable_bytes
     assert packed.breakdown["parameters (shards)"] < 0.3 * plain.breakdown["parameters (shards)"]
-    line = _advice(DEEPSEEK_V4_FLASH, 8, "h100")
+    line = _advice(GPT_OSS_120B, 8, "4090")
     assert "(--lora 16 --frozen-dtype stored); " in line
     assert "nf4" not in line
-    memory = fs.estimate_memory(DEEPSEEK_V4_FLASH, fs.Run(**JOB, lora_rank=16, frozen_dtype="stored"))
-    assert "assumed from the config alone" in memory.notes[0]
+    plain, packed = (
+        fs.estimate_memory(DEEPSEEK_V4_FLASH, fs.Run(**JOB, lora_rank=16, sac_ratio=1, frozen_dtype=kind))
+        for kind in (None, "stored")
+    )
+    assert packed.peak_bytes < budget_of(gpu_named("h100"), 8).usable_bytes < plain.peak_bytes
+    assert "assumed from the config alone" in packed.notes[0]
 
 
 def test_the_command_takes_and_names_it(tmp_path: Path, capsys: Any) -> None:

@@ -1,10 +1,8 @@
 """``fsdp-sft plan --write``: a program that trains as it is, is killed, goes on and exports."""
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
+import socket
 import time
 from pathlib import Path
 
@@ -13,7 +11,8 @@ import transformers
 
 import fsdp_sft as fs
 from fsdp_sft.commands import main
-from tests.harness.launches import environment, run, torchrun
+from tests.harness.forks import Program
+from tests.harness.launches import environment
 from tests.harness.places import EXAMPLES, script
 
 CHATS = (EXAMPLES / "data" / "chats.jsonl").read_text(encoding="utf-8").splitlines()
@@ -47,19 +46,21 @@ def _model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def _kill_all_of(program: Path) -> None:
-    """The launcher and its ranks, which have sessions of their own."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if str(program).encode() in (process / "cmdline").read_bytes().split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
+def _ranks(program: Path, words: str) -> list[Program]:
+    """Its two ranks, under way; a launcher would import torch once more for each of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = (environment(RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2))
+    return [Program(program, *words.split(), environment=place) for place in places]
 
 
 @pytest.mark.parametrize(
     "kind",
     ["dense", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dense")],
 )
-@pytest.mark.timeout(900)  # three starts of two ranks
+@pytest.mark.timeout(900)
 def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: Path) -> None:
     base, options = KINDS[kind]
     if "--lora" in options:
@@ -69,16 +70,17 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
     assert main([*JOB, "--model", str(model), "--no-compile", *options, "--write", str(program)]) == 0
     data.write_text("\n".join(CHATS[:200]), encoding="utf-8")
     words = f"--data {data} --output {output} --steps 12 --save-every 3 --lr 5e-3 --resume auto"
-    command = [*torchrun(2, "--standalone"), str(program), *words.split()]
-    killed = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
+    killed = _ranks(program, words)
     deadline = time.monotonic() + 500
     while not fs.find_checkpoints(output / "checkpoints"):
-        assert killed.poll() is None, "it has ended without a checkpoint"
+        assert all(rank.is_running for rank in killed), "it has ended without a checkpoint"
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    _kill_all_of(program)
-    killed.wait()
-    run(command)
+    for rank in killed:
+        rank.signal(signal.SIGKILL)
+    assert [rank.wait(10)[0] for rank in killed] == [-signal.SIGKILL] * 2
+    for code, text in [rank.wait() for rank in _ranks(program, words)]:
+        assert code == 0, text[-3000:]
     lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert sorted(losses) == list(range(1, 13))

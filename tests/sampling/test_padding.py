@@ -79,11 +79,27 @@ def _step(model: Any, batches: list[dict[str, Any]], **options: Any) -> fs.StepR
     return fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=0.0), **options)
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen3ForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "MambaForCausalLM"]
-)
-def test_these_read_rows_the_same_on_either_side(name: str) -> None:
-    model = tiny_architecture(name)
+class OfOnesOwn(torch.nn.Module):
+    """Without a config: sums the embeddings so far, those of padding too if it does not heed its mask."""
+
+    def __init__(self, heeds_mask: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.heeds_mask = torch.nn.Embedding(40, 8), heeds_mask
+        self.lm_head = torch.nn.Linear(8, 40, bias=False)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> Any:
+        seen = attention_mask[..., None] if self.heeds_mask and attention_mask is not None else 1
+        return SimpleNamespace(logits=self.lm_head((self.embedding(input_ids) * seen).cumsum(1)))
+
+
+def _model(kind: str) -> Any:
+    return OfOnesOwn(kind == "heeds its mask") if "mask" in kind else tiny_architecture(f"{kind}ForCausalLM")
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "OPT", "Bloom", "Mamba", "heeds its mask"])
+def test_these_read_rows_the_same_on_either_side(kind: str) -> None:
+    model = _model(kind)
     right, left = (_step(model, _batches(side)).loss for side in ("right", "left"))
     assert [left, fs.evaluate(model, _batches("left")).loss] == pytest.approx([right] * 2, rel=1e-5)
 
@@ -94,9 +110,9 @@ def _refused(model: Any, batches: list[dict[str, Any]]) -> None:
             call()
 
 
-@pytest.mark.parametrize("name", ["GPTNeoForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM"])
-def test_these_are_refused_padded_on_the_left_and_only_there(name: str) -> None:
-    model = tiny_architecture(name)
+@pytest.mark.parametrize("kind", ["GPTNeo", "RecurrentGemma", "Rwkv", "no mask is heeded"])
+def test_these_are_refused_padded_on_the_left_and_only_there(kind: str) -> None:
+    model = _model(kind)
     _step(model, _batches("right"))
     _refused(model, _batches("left"))
     assert not _step(model, _batches("left"), check=False).skipped
@@ -131,24 +147,3 @@ def test_every_class() -> None:
             if left_padding_error(tiny_architecture(kinds[kind])) > TOLERANCES[torch.float32]
         }
     assert moved == set(MOVED)
-
-
-class OfOnesOwn(torch.nn.Module):
-    """Without a config: sums the embeddings so far, those of padding too if it does not heed its mask."""
-
-    def __init__(self, heeds_mask: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.heeds_mask = torch.nn.Embedding(40, 8), heeds_mask
-        self.lm_head = torch.nn.Linear(8, 40, bias=False)
-
-    def forward(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> Any:
-        seen = attention_mask[..., None] if self.heeds_mask and attention_mask is not None else 1
-        return SimpleNamespace(logits=self.lm_head((self.embedding(input_ids) * seen).cumsum(1)))
-
-
-def test_a_model_without_a_config_is_looked_at_too() -> None:
-    model = OfOnesOwn(True)
-    right, left = (_step(model, _batches(side)).loss for side in ("right", "left"))
-    assert left == pytest.approx(right, rel=1e-5)
-    _refused(OfOnesOwn(False), _batches("left"))

@@ -1,5 +1,6 @@
 """Ranks that have experts of their own: models that transformers shards, beside one process."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -80,7 +81,7 @@ def rows_of_rank(batches: list[Any], options: dict[str, Any]) -> list[Any]:
     return batches[rank * shares // ranks :: shares]
 
 
-@pytest.fixture(scope="module", params=list(EIGHT))
+@pytest.fixture(scope="module")
 def folder(request: Any, tmp_path_factory: Any) -> str:
     return save_mixture(tmp_path_factory.mktemp("mixture"), request.param, **EIGHT[request.param])
 
@@ -104,7 +105,42 @@ def _load(folder: str, options: dict[str, int] | None, dtype: torch.dtype = torc
     )
 
 
-def _check_step(folder: str, options: dict[str, int], dtype: torch.dtype, prepare: str) -> None:
+def _check_replicas(model: Any) -> None:
+    """FSDP2 keeps replicas equal by equal gradients, and nothing else does."""
+    for parameter in model.parameters():
+        own = parameter.detach().to_local()
+        other = own.clone()
+        dist.broadcast(other, group=parameter.device_mesh.get_group(0), group_src=0)
+        assert torch.equal(own, other)
+
+
+MOST = {"ep2": EP2, "ours2": OURS2, "ours4": OURS4}
+OTHERS = {
+    "float64": (EP2, torch.float64, "logits"),
+    "ep4": (EP4, torch.float32, "logits"),
+    "fsdp": (FSDP, torch.float32, "logits"),
+    "replicas": (HYBRID, torch.float32, "logits"),
+    "ours, replicas": ({"ours": 2, "dp_replicate_size": 2, "fsdp_size": 2}, torch.float32, "logits"),
+    "last": (EP2, torch.float32, "sac last"),
+}
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "dtype", "prepare"),
+    [
+        *(
+            pytest.param(name, options, torch.float32, "sac chunked", id=f"{name}-{how}")
+            for name, (how, options) in itertools.product(EIGHT, MOST.items())
+        ),
+        *(pytest.param("MixtralForCausalLM", *way, id=how) for how, way in OTHERS.items()),
+        pytest.param("MixtralForCausalLM", EP2, torch.float32, "compile sac", marks=pytest.mark.slow),
+    ],
+    indirect=["folder"],
+)
+@on_ranks(4)
+def test_a_step_is_that_of_one_process(
+    folder: str, options: dict[str, int], dtype: torch.dtype, prepare: str
+) -> None:
     """One step of SGD with rate 1, whose move is the clipped gradient."""
     batches, model = ragged_batches(9)[:8], _load(folder, options, dtype)
     if "sac" in prepare:
@@ -131,36 +167,6 @@ def _check_step(folder: str, options: dict[str, int], dtype: torch.dtype, prepar
     assert largest_error(moved, gradients) <= (1e-12 if exact else 5e-5)
     if "dp_replicate_size" in options:
         _check_replicas(model)
-
-
-def _check_replicas(model: Any) -> None:
-    """FSDP2 keeps replicas equal by equal gradients, and nothing else does."""
-    for parameter in model.parameters():
-        own = parameter.detach().to_local()
-        other = own.clone()
-        dist.broadcast(other, group=parameter.device_mesh.get_group(0), group_src=0)
-        assert torch.equal(own, other)
-
-
-@pytest.mark.parametrize("options", [EP2, OURS2, OURS4], ids=["ep2", "ours2", "ours4"])
-def test_a_step_is_that_of_one_process(folder: str, options: dict[str, int]) -> None:
-    run_distributed(_check_step, 4, folder, options, torch.float32, "sac chunked")
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype", "prepare"),
-    [
-        (EP2, torch.float64, "logits"),
-        (EP4, torch.float32, "logits"),
-        (FSDP, torch.float32, "logits"),
-        (HYBRID, torch.float32, "logits"),
-        ({"ours": 2, "dp_replicate_size": 2, "fsdp_size": 2}, torch.float32, "logits"),
-        (EP2, torch.float32, "sac last"),
-        pytest.param(EP2, torch.float32, "compile sac", marks=pytest.mark.slow),
-    ],
-)
-def test_in_other_ways(mixtral: str, options: dict[str, int], dtype: torch.dtype, prepare: str) -> None:
-    run_distributed(_check_step, 4, mixtral, options, dtype, prepare)
 
 
 def _optimizer(model: Any) -> torch.optim.Optimizer:
@@ -283,13 +289,14 @@ def test_what_cannot_be_shared_out_is_refused_by_name(mixtral: str, tmp_path: Pa
     run_distributed(_check_refused, 4, mixtral, without, dense)
 
 
-def _check_adapters(folder: str, out: str) -> None:
+@on_ranks(4)
+def test_adapters_are_trained_beside_shared_experts(mixtral: str, tmp_path: Path) -> None:
     """Beside ranks that gather all experts: steps, and the loss without the adapters."""
     batches = rows_of_rank(ragged_batches(8), OURS2)
     results = []
     for ep_size in (1, 2):
         model = composed(
-            folder,
+            mixtral,
             mesh=mesh_here(),
             peft_config=LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]),
             frozen_dtype=torch.float32,
@@ -303,17 +310,12 @@ def _check_adapters(folder: str, out: str) -> None:
         with model.disable_adapter():
             base = fs.evaluate(model, batches).loss
         results.append(([step.loss for step in steps] + [base], trained))
-    fs.export_hf(model, out, dtype=None)
+    out = fs.export_hf(model, tmp_path / "out", dtype=None)
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
     assert base == pytest.approx(steps[0].loss, rel=1e-5)
     assert steps[1].loss < steps[0].loss
     assert largest_error(results[1][1], results[0][1]) <= 1e-4
-
-
-def test_adapters_are_trained_beside_shared_experts(tmp_path: Path) -> None:
-    folder = save_mixture(tmp_path / "base", "MixtralForCausalLM", **EIGHT["MixtralForCausalLM"])
-    run_distributed(_check_adapters, 4, folder, str(tmp_path / "out"))
-    load_native(str(tmp_path / "out"), None)
+    load_native(str(out), None)
 
 
 @pytest.mark.parametrize("options", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}])

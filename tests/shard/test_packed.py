@@ -119,8 +119,11 @@ def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: 
     return found, size * 8 / count
 
 
-RANKS: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {}), (4, {}), (4, {"dp_replicate": 2}), (3, {})]
-PLACES = {"llama": RANKS, "qwen3-moe": RANKS, "gpt-oss": RANKS[1:4], "deepseek-v3": RANKS[1::2]}
+RANKS: dict[str, tuple[int, dict[str, int]]] = {
+    **{str(ranks): (ranks, {}) for ranks in (1, 2, 3, 4)},
+    "2x2": (4, {"dp_replicate": 2}),
+}
+PLACES = {"llama": RANKS, "qwen3-moe": RANKS, "gpt-oss": ("2", "4", "2x2"), "deepseek-v3": ("2", "2x2")}
 
 
 def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.Tensor]]) -> None:
@@ -134,21 +137,20 @@ def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "ranks", "shape"),
+    ("kind", "family", "place"),
     [
         *(
-            (kind, family, *place)
+            (kind, family, place)
             for kind in ("nf4", "stored")
             for family in CONFIGS
             for place in PLACES[family]
         ),
-        *(("fp8", family, 2, {}) for family in ("llama", "qwen3-moe")),
+        *(("fp8", family, "2") for family in ("llama", "qwen3-moe")),
     ],
 )
-def test_steps_are_those_on_the_values(
-    kind: str, family: str, ranks: int, shape: dict[str, int], tmp_path: Path
-) -> None:
+def test_steps_are_those_on_the_values(kind: str, family: str, place: str, tmp_path: Path) -> None:
     published(tmp_path, family) if kind == "stored" else make(tmp_path, family, kind)
+    ranks, shape = RANKS[place]
     found, bits = run_distributed(check, ranks, tmp_path, family, kind, shape, {})[0]
     # Tiny rows are filled up to 8 bytes, and shards to equal parts.
     least = {"nf4": 6 if ranks < 3 else 9, "stored": 8 if family == "gpt-oss" else 16, "fp8": 16}
@@ -168,10 +170,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-def test_with_other_options(how: str, tmp_path: Path) -> None:
-    make(tmp_path, "qwen3-moe", "nf4")
-    run_distributed(check, 2, tmp_path, "qwen3-moe", "nf4", {}, OPTIONS[how])
+@pytest.mark.parametrize(
+    ("kind", "family", "how"),
+    [
+        *(("nf4", "qwen3-moe", how) for how in OPTIONS),
+        *(("stored", family, "shared experts") for family in ("gpt-oss", "deepseek-v3")),
+    ],
+)
+def test_with_other_options(kind: str, family: str, how: str, tmp_path: Path) -> None:
+    published(tmp_path, family) if kind == "stored" else make(tmp_path, family, kind)
+    run_distributed(check, 2, tmp_path, family, kind, {}, OPTIONS[how])
 
 
 def published(folder: Path, family: str, block: int = 16, *, seed: int = 0) -> None:
@@ -196,12 +204,6 @@ def test_other_formats_as_stored(form: str, tmp_path: Path) -> None:
         (tmp_path / folder).rename(tmp_path / name)
     _, bits = run_distributed(check, 2, tmp_path, "llama", "stored", {}, {})[0]
     assert bits < 9
-
-
-def test_as_stored_by_ranks_that_share_experts(tmp_path: Path) -> None:
-    for family in ("gpt-oss", "deepseek-v3"):
-        published(tmp_path / family, family)
-        run_distributed(check, 2, tmp_path / family, family, "stored", {}, OPTIONS["shared experts"])
 
 
 def _resume(folder: Path, kind: str, root: str, begin: bool) -> Any:

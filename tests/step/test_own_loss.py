@@ -158,6 +158,7 @@ def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -
             fs.BatchError,
             "of a token at least, got .*input_ids",
         ),
+        ({"micro_batches": [_nested(ragged_batches(1)[0])]}, fs.BatchError, "nested"),
         (
             {
                 "micro_batches": [{"idx": window[0].idx}] if rank else window,
@@ -305,13 +306,6 @@ def test_they_train_as_padded_ones_do(ranks: int) -> None:
         assert _train(kind) == pytest.approx(expected, rel=1e-6), kind
 
 
-@on_ranks(2)
-def test_nested_rows_need_a_loss_of_ones_own() -> None:
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
-    with pytest.raises(fs.BatchError, match="nested"):
-        fs.train_step(model, [_nested(ragged_batches(1)[0])], torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 # --- losses made of tokens' losses, beside plain training in float64 ---------------------------------------
 
 BETA = 0.5
@@ -376,7 +370,7 @@ OF_TOKENS: dict[str, Any] = {
     [("dpo", 1, {}), ("dpo", 2, {}), ("dpo", 2, {"cp": 2}), ("weighted", 2, {"cp": 2})],
 )
 @on_ranks()
-def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
+def test_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
     shares = dist.get_world_size() // shape.get("cp", 1)
     share = dist.get_rank() // shape.get("cp", 1)
     mesh = mesh_here(**shape)
@@ -388,7 +382,7 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     other = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
     with AllFloat64():
-        for step in range(6):
+        for step in range(3):
             batches = [[make(100 * step + 10 * s + i) for i in range(2)] for s in range(shares)]
             result = fs.train_step(model, batches[share], optimizer, **functions)
             everything = [batch for one in batches for batch in one]

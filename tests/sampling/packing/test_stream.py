@@ -166,7 +166,8 @@ def test_a_stream_is_resumed_in_any_epoch_with_each_row_once(kind: str) -> None:
         for cut in (len(whole) // 2,) if has_workers else (1, len(whole) // 2, len(whole) - 1):
             first = opened(2, epoch)
             start = take_rows(first, cut)
-            state = json.loads(json.dumps(first[0].state_dict()))
+            state, other = (json.loads(json.dumps(stream.state_dict())) for stream in first)
+            assert state == other, "that of the whole job"
             assert start + take_rows(opened(2, epoch, state)) == whole, (epoch, cut)
             for ranks in () if has_workers else (1, 3):
                 rest = take_rows(opened(ranks, epoch, state))
