@@ -303,11 +303,11 @@ def check_export(
         overwrite: Whether the export will be called with ``overwrite=True``.
 
     Returns:
-        The folder as an absolute path.
+        The folder as an absolute path; where a file system is mounted, one below that.
 
     Raises:
-        CheckpointExistsError: If something is there: a file, a mounted file system, or a folder that is not
-            empty (which ``overwrite`` allows).
+        CheckpointExistsError: If something is there: a file, or a folder that is not empty (which
+            ``overwrite`` allows).
         PermissionError: If this process cannot write there.
         OSError: If the disk has less room than the export in bfloat16 takes (``ENOSPC``).
         UnsupportedModelError: If ``from_pretrained`` would not read the export of this model as what was

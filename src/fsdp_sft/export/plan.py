@@ -93,28 +93,27 @@ def plan_export(model: nn.Module, dtype: torch.dtype | None, phase: str) -> Expo
     model = unwrapped(model)
     reshard(model)
     merges = adapted_layers(model)
-    with without_adapters(model, trained=True) as base:
-        with agreed(phase):
-            if not isinstance(base, transformers.PreTrainedModel):
-                raise TypeError(
-                    f"export_hf takes a transformers model, got {type(base).__name__}{inner_model(base)}; "
-                    "save_full_state_dict writes any model"
-                )
-            check_dtypes(dtype=dtype)
-            refuse_quantised_model(base)
-            keep_config(base)
-            content, twin = model_tensors(base), tied_meta_twin(base)
-            refuse_unmergeable(content, merges)
-            # transformers finds conversions by the name of the class, which FSDP2 replaces in the model.
-            copy_weight_conversions(base, twin)
-            plan = ExportPlan(base, content, merges, twin)
-            if this_rank() == 0:
-                decide(plan, dtype)
-        plan.groups, plan.unchanged = share((plan.groups, plan.unchanged))
+    with without_adapters(model, trained=True) as base, agreed(phase):
+        if not isinstance(base, transformers.PreTrainedModel):
+            raise TypeError(
+                f"export_hf takes a transformers model, got {type(base).__name__}{inner_model(base)}; "
+                "save_full_state_dict writes any model"
+            )
+        check_dtypes(dtype=dtype)
+        refuse_quantised_model(base)
+        keep_config(base)
+        content, twin = model_tensors(base), tied_meta_twin(base)
+        refuse_unmergeable(content, merges)
+        # transformers finds conversions by the name of the class, which FSDP2 replaces in the model.
+        copy_weight_conversions(base, twin)
+        plan = ExportPlan(base, content, merges, twin)
+        if this_rank() == 0:
+            _decide(plan, dtype)
+    plan.groups, plan.unchanged = share((plan.groups, plan.unchanged))
     return plan
 
 
-def decide(plan: ExportPlan, dtype: torch.dtype | None) -> None:
+def _decide(plan: ExportPlan, dtype: torch.dtype | None) -> None:
     """Fill in what rank 0 decides, by running the conversions on tensors without memory.
 
     Raises:
