@@ -85,10 +85,9 @@ __version__ = "0.1.0"
 
 
 # The module that owns each public name, from the stub beside this file, which type checkers read.
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
 _OWNERS = {
     name.name: str(node.module)
-    for node in _STUB.body
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
     if isinstance(node, ast.ImportFrom)
     for name in node.names
 }
@@ -98,10 +97,10 @@ __all__ = sorted([*_OWNERS, "__version__"])
 def __getattr__(name: str) -> Any:
     words: Any = import_module("fsdp_sft._process.words")
     if name not in _OWNERS:
-        here = words.answer(name, __all__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{': ' * bool(here)}{here}")
-    value = globals()[name] = words.answered(import_module(_OWNERS[name]), name)
-    return value
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}: {words.answer(name, __all__)}".removesuffix(": ")
+        )
+    return globals().setdefault(name, words.answered(import_module(_OWNERS[name]), name))
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,6 @@
 """``python -m fsdp_sft``: the same as the console script ``fsdp-sft``."""
 
-import sys
-
 from fsdp_sft.commands import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -29,8 +29,6 @@ range raise plain ``TypeError`` and ``ValueError``.
 import re
 from collections.abc import Iterable
 
-_MOST_CHARACTERS = 8000  # of a message; a name in a file may be as long as the file
-_MOST_OF_A_NAME = 200
 # Characters that move a terminal's cursor, change the order of text, or do not show: controls but for the new
 # line and the tab, marks of direction, zero-width ones but for the two that join letters, and tags.
 _UNPRINTABLE = re.compile(
@@ -39,15 +37,15 @@ _UNPRINTABLE = re.compile(
 )
 
 
-def printable(text: str) -> str:
-    """A text of others as a terminal can show it: characters that would act there are written as escapes."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+def printable(text: str, most: int | None = None) -> str:
+    """A text of others as a terminal can show it: characters that would act there are written as escapes.
 
-
-def _shown(text: str, most: int) -> str:
-    """A text of others, printable, and at most about so many characters of it."""
-    shown = printable(text)
-    return shown if len(shown) <= most else f"{shown[:most]}... ({len(shown)} characters)"
+    Args:
+        text: The text.
+        most: Characters after which it is cut, with their number behind it; None shows all of it.
+    """
+    shown = _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return f"{shown[:most]}... ({len(shown)} characters)" if most and len(shown) > most else shown
 
 
 class FsdpSftError(Exception):
@@ -62,7 +60,7 @@ class FsdpSftError(Exception):
     """
 
     def __str__(self) -> str:
-        return _shown(super().__str__(), _MOST_CHARACTERS)
+        return printable(super().__str__(), most=8000)  # a name in a file may be as long as the file
 
 
 class CheckpointError(FsdpSftError, RuntimeError):
@@ -129,12 +127,6 @@ class ChatTemplateError(RowError):
     reason = "refused_by_template"
 
 
-def row_error(text: str, reason: str) -> RowError:
-    """The error of a row for a reason, of the class that goes with it."""
-    of_template = reason in ("refused_by_template", "dropped_text")
-    return ChatTemplateError(text, reason=reason) if of_template else RowError(text, reason=reason)
-
-
 class UnsupportedModelError(FsdpSftError, TypeError, ValueError):
     """A function cannot work with this model; the message says why, and what to do instead.
 
@@ -186,4 +178,4 @@ def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
     """The first few items, for a message, and the number of the others; a set is sorted."""
     listed = sorted(items) if isinstance(items, (set, frozenset)) else list(items)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return separator.join(_shown(name.replace("\n", "\\n"), _MOST_OF_A_NAME) for name in listed[:most]) + more
+    return separator.join(printable(name.replace("\n", "\\n"), most=200) for name in listed[:most]) + more

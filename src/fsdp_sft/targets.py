@@ -1,7 +1,6 @@
 """What a position is to predict: its label, the next one after the shift, or nothing."""
 
 import torch
-from torch.nn import functional as F
 
 IGNORE_INDEX = -100
 """The label of a position that is not trained; the default of `torch.nn.functional.cross_entropy`."""
@@ -9,4 +8,4 @@ IGNORE_INDEX = -100
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
     """The target of each position, ``(B, S)``: the next label; the last position has none."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)

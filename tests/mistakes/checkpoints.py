@@ -6,8 +6,8 @@ MISTAKES = [
     Mistake(
         "tensors that are handed over lack their adapters",
         "export/hf.py",
-        "_gathered(content, plan, merges, name, gathers)",
-        "_gathered(content, plan, {}, name, gathers)",
+        "layer = plan.merges.get(fqn)",
+        "layer = None",
         ("tests/export/test_export.py::test_adapters_on_a_packed_base",),
     ),
     Mistake(
@@ -27,8 +27,8 @@ MISTAKES = [
     Mistake(
         "the layers that predict further tokens are lost",
         "export/hf.py",
-        "                gatherer.attempt(partial(files.copy, name, stored))",
-        "                gatherer.attempt(partial(files.write, name, torch.zeros(files._left[name][1])))",
+        "            do_reads(stored.reads(stored.piece(name), whole(shape), values))\n",
+        "            values.zero_()\n",
         ("tests/export/test_further_predictions.py",),
     ),
     Mistake(
@@ -90,8 +90,8 @@ MISTAKES = [
     Mistake(
         "an export merges adapters into the model's own weights",
         "export/hf.py",
-        "] = part.clone()",
-        "] = part",
+        "clean_name(key): part.clone()",
+        "clean_name(key): part",
         ("tests/export/test_adapters.py",),
     ),
     Mistake(

@@ -135,14 +135,14 @@ MISTAKES = [
     Mistake(
         "the shift made twice",
         "targets.py",
-        "return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)",
-        "return F.pad(labels[:, 2:], (0, 2), value=IGNORE_INDEX)",
+        "return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)",
+        "return torch.nn.functional.pad(labels[:, 2:], (0, 2), value=IGNORE_INDEX)",
         ("tests/loss/test_loss.py",),
     ),
     Mistake(
         "the shift not made",
         "targets.py",
-        "return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)",
+        "return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)",
         "return labels",
         ("tests/loss/test_loss.py",),
     ),

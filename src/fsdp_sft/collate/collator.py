@@ -14,7 +14,7 @@ from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft.collate.encode import EncodedChat, encode_all, encode_rows
 from fsdp_sft.collate.notes import NOTES, warn_of_notes
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count, options_of
-from fsdp_sft.errors import RowError, row_error
+from fsdp_sft.errors import RowError
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def kept_rows(
         ):
             if isinstance(chat, RowError):
                 if on_error == "raise":
-                    raise row_error(f"row {index}: {chat}", chat.reason) from chat
+                    raise type(chat)(f"row {index}: {chat}", reason=chat.reason) from chat
                 counts.add(chat.reason, [index], [f"row {index}: {chat}"])
             elif not chat.num_targets:
                 reason = "truncated_away" if "truncated_away" in chat.notes else "no_target"

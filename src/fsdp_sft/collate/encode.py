@@ -25,7 +25,7 @@ from fsdp_sft.collate.rows import (
 )
 from fsdp_sft.collate.spans import Found, find_turns
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
-from fsdp_sft.errors import RowError, row_error
+from fsdp_sft.errors import RowError
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -299,9 +299,8 @@ def encode_all(
     chats = []
     for index, chat in enumerate(encode_rows(rows, tokenizer, options)):
         if isinstance(chat, RowError):
-            raise row_error(
-                f"row {index} of {len(rows)}: {chat}" if len(rows) > 1 else str(chat), chat.reason
-            ) from chat
+            place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
+            raise type(chat)(f"{place}{chat}", reason=chat.reason) from chat
         chats.append(chat)
     warn_of_notes(Counter(name for chat in chats for name in ("kept", *chat.notes)), told)
     return chats

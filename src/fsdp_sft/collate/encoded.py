@@ -38,7 +38,7 @@ from fsdp_sft.collate.collator import REFUSALS, FilterCounts, kept_rows
 from fsdp_sft.collate.encode import EncodedChat
 from fsdp_sft.collate.notes import warn_of_notes
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, options_of
-from fsdp_sft.errors import CheckpointCorruptError, row_error
+from fsdp_sft.errors import ChatTemplateError, CheckpointCorruptError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,8 +47,14 @@ _FORMAT_VERSION = 5
 _SHARD_ROWS = 2048
 _MAX_SHARDS = 512  # of larger data sets the shards are larger
 _COLUMNS = ("ids", "labels", "lengths", "targets")
-# Reasons why a row cannot be encoded; a row without a target can, but is not kept.
-_REFUSED = ("malformed", "too_long", "refused_by_template", "dropped_text", "media")
+# Reasons why a row cannot be encoded, and their errors; a row without a target can, but is not kept.
+_REFUSED = {
+    "malformed": RowError,
+    "too_long": RowError,
+    "refused_by_template": ChatTemplateError,
+    "dropped_text": ChatTemplateError,
+    "media": RowError,
+}
 
 
 def encode_dataset(
@@ -241,13 +247,13 @@ def _refuse_many(counts: FilterCounts, max_refused: float, number: int) -> None:
     """Raise the error of the most frequent reason if more of so many rows are refused than allowed."""
     refused = sum(counts.get(reason, 0) for reason in _REFUSED)
     if refused > max_refused * number:
-        seen = sum(counts.get(reason, 0) for reason in ("kept", *REFUSALS))
-        raise row_error(
-            f"{refused} of {seen} rows were refused, more than max_refused={max_refused:g} of all {number} "
-            f"allows; counted {counts}\n"
+        reason = max(_REFUSED, key=lambda reason: counts.get(reason, 0))
+        raise _REFUSED[reason](
+            f"{refused} of {sum(counts.get(reason, 0) for reason in ('kept', *REFUSALS))} rows were refused, "
+            f"more than max_refused={max_refused:g} of all {number} allows; counted {counts}\n"
             "Leave such rows out, change the options, or allow more of them (max_refused=); what was encoded "
             "is kept",
-            max(_REFUSED, key=lambda reason: counts.get(reason, 0)),
+            reason=reason,
         )
 
 

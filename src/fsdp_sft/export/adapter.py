@@ -75,8 +75,8 @@ def export_adapter(
             if this_rank() == 0:
                 _save(model, export.temporary, gathered, name)
                 if tokenizer is not None or chat_template is not None:
-                    base: Any = model.get_base_model()
-                    write_chat(export.temporary, base, base.config, tokenizer, chat_template)
+                    base = model.get_base_model()
+                    write_chat(export.temporary, base, model.config, tokenizer, chat_template)
     return Path(export.folder)
 
 

@@ -5,10 +5,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,23 +16,20 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.conversions import revert_weight_conversion
 from fsdp_sft._compat.fsdp import sharded_as
-from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
-from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.state import ModelTensors
-from fsdp_sft._model.view import clean_name, unwrapped
-from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
+from fsdp_sft._model.adapters import merged_weights
+from fsdp_sft._model.view import clean_name
+from fsdp_sft._ranks.agree import agreed, tell, this_rank
 from fsdp_sft._tensors.boxes import values_of, whole
 from fsdp_sft._tensors.disk import check_room, write_bytes, write_early
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes
 from fsdp_sft._tensors.stored import Stored
-from fsdp_sft.export.plan import Described, ExportPlan, merging_dtype, plan_export, unsharded_twin
+from fsdp_sft.export.plan import ExportPlan, merging_dtype, plan_export
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import check_target, export_target, new_folder
 
 _logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def export_hf(
@@ -95,88 +92,70 @@ def export_hf(
         torch.bfloat16
     """
     started = time.perf_counter()
-    model = unwrapped(model)
-    reshard(model)
-    merges = adapted_layers(model)
-    files: WeightFiles | None = None
-    with (
-        without_adapters(model, trained=True) as base,
-        ExitStack() as opened,
-        new_folder(out_dir, overwrite=overwrite) as export,
-    ):
+    plan = plan_export(model, dtype, f"planning the export to {out_dir}")
+    gatherer = Gatherer()
+    files: Any = None
+    with ExitStack() as opened, new_folder(out_dir, overwrite=overwrite) as export:
         target, temporary = export.target, export.temporary
         with agreed(f"preparing to export to {target}"):
-            content, plan, config, copied = plan_export(base, merges, dtype)
-            if plan is not None:
+            if this_rank() == 0:
                 check_room(target.parent, plan.num_bytes, f"the export to {target}")
-                write_settings(base, config, temporary, target.name, dtype, tokenizer, chat_template)
-                parameters = base.num_parameters()
-                files = WeightFiles(temporary, plan.written, max_shard_size, parameters, opened)
-        plan, gatherer = share(plan), Gatherer()
-        twin = unsharded_twin(base) if plan.converts and files is not None else None
-        for name, tensor in exported(content, plan, merges, twin, gatherer):
-            if files is not None:
-                gatherer.attempt(partial(files.write, name, tensor))
+                write_settings(
+                    plan.model,
+                    plan.config,
+                    temporary,
+                    target.name,
+                    plan.num_parameters,
+                    tokenizer,
+                    chat_template,
+                )
+                files = WeightFiles(temporary, plan, max_shard_size, opened)
+        for name, tensor in exported(plan, gatherer):
+            gatherer.attempt(partial(files.write, name, tensor))
         if files is not None:
-            for name, stored in copied.items():
-                gatherer.attempt(partial(files.copy, name, stored))
-            gatherer.attempt(files.finish)
+            gatherer.attempt(partial(files.finish, plan.copied))
         gatherer.finish(f"exporting to {target}")
     tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, export.folder)
     return Path(export.folder)
 
 
 @torch.no_grad()
-def exported(
-    content: ModelTensors,
-    plan: ExportPlan,
-    merges: Mapping[str, Any],
-    twin: nn.Module | None,
-    gathers: Gatherer,
-) -> Iterator[tuple[str, torch.Tensor]]:
+def exported(plan: ExportPlan, gathers: Gatherer) -> Iterator[tuple[str, torch.Tensor]]:
     """The core of every export: full tensors under their published names, adapters merged, one at a time.
 
     Args:
-        content: The model's tensors.
         plan: Plan of the export.
-        merges: Layers with adapters, by name.
-        twin: A model by whose class tensors are converted; None if none are, or on a rank that gathers none.
-        gathers: What makes full tensors of sharded ones, on some ranks or all.
+        gathers: What makes full tensors of sharded ones, on some ranks or all; on the others there are none.
 
     Collective: all ranks.
     """
     for group in plan.groups:
-        full: dict[str, torch.Tensor] = {}
-        for name in group:
-            whole = _gathered(content, plan, merges, name, gathers)
-            if whole is not None:
-                full[name] = whole
-        if group[0] in plan.unchanged:
+        full = {
+            name: tensor
+            for name, (first, dtype) in group.items()
+            if (tensor := _gathered(plan, first, dtype, gathers)) is not None
+        }
+        if group.keys() <= plan.unchanged.keys():
             full = {plan.unchanged[name]: tensor for name, tensor in full.items()}
-        elif full and twin is not None:
-            full = gathers.attempt(partial(revert_weight_conversion, twin, full)) or {}
-        while full:
-            name = next(iter(full))
-            yield name, full.pop(name)
+        elif full:
+            full = gathers.attempt(partial(revert_weight_conversion, plan.twin, full)) or {}
+        yield from full.items()
+        full.clear()  # before the next group is gathered
 
 
-def _gathered(
-    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Gatherer
-) -> torch.Tensor | None:
+def _gathered(plan: ExportPlan, first: str, dtype: torch.dtype, gathers: Gatherer) -> torch.Tensor | None:
     """A full tensor, with adapters merged into it if it has any; None where it is not gathered."""
-    source, dtype = plan.sources[name], plan.dtypes[name]
-    fqn, _, leaf = source.rpartition(".")
-    if fqn not in merges:
-        return gathers.gather(content.tensors[source], dtype)
-    full = {}
-    for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
-        part = gathers.gather(tensor, merging_dtype(tensor))
-        if part is not None:
-            # It may be the model's own memory, into which peft would merge.
-            full[clean_name(key)] = part.clone()
-    if not full:
-        return None
-    merged = gathers.attempt(partial(merged_weights, merges[fqn], full))
+    fqn, _, leaf = first.rpartition(".")
+    layer = plan.merges.get(fqn)
+    if layer is None:
+        return gathers.gather(plan.content.tensors[first], dtype)
+    # A copy: it may be the model's own memory, into which peft would merge.
+    full = {
+        clean_name(key): part.clone()
+        for key, tensor in layer.state_dict(keep_vars=True).items()
+        if (part := gathers.gather(tensor, merging_dtype(tensor))) is not None
+    }
+    merged = gathers.attempt(partial(merged_weights, layer, full)) if full else None
     return None if merged is None else merged[leaf].to(dtype)
 
 
@@ -185,37 +164,31 @@ class WeightFiles:
 
     Args:
         folder: Folder of the export.
-        written: Dtype and shape of every tensor, by name and in order.
+        plan: Plan of the export.
         max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
-        num_parameters: Number of the model's parameters, which goes into the index.
-        opened: Closes the files at its end.
+        opened: What closes the files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        written: Described,
-        max_shard_size: int | str,
-        num_parameters: int,
-        opened: ExitStack,
-    ) -> None:
+    def __init__(self, folder: Path, plan: ExportPlan, max_shard_size: int | str, opened: ExitStack) -> None:
         from huggingface_hub import split_state_dict_into_shards_factory
 
-        self._left = dict(written)
+        self._left = dict(plan.written)
         self._places: dict[str, tuple[int, int]] = {}  # file of each tensor, and the byte at which it begins
         split = split_state_dict_into_shards_factory(
-            written,
+            plan.written,
             get_storage_size=lambda described: num_bytes(*described),
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
         for file, names in split.filename_to_tensors.items():
-            fd, header, _ = create(folder / file, {name: written[name] for name in names}, {"format": "pt"})
+            fd, header, _ = create(
+                folder / file, {name: plan.written[name] for name in names}, {"format": "pt"}
+            )
             opened.callback(os.close, fd)
             self._places.update({name: (fd, header.entries[name].start) for name in names})
         if split.is_sharded:
             index = {
-                "metadata": {"total_parameters": num_parameters, **split.metadata},
+                "metadata": {"total_parameters": plan.num_parameters, **split.metadata},
                 "weight_map": dict(split.tensor_to_filename),
             }
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -236,19 +209,17 @@ class WeightFiles:
         contiguous = tensor.contiguous()
         write_early(fd, start, bytes_of(contiguous))
 
-    def copy(self, name: str, stored: Stored) -> None:
-        """Copy a tensor from the files of the base."""
-        dtype, shape = self._left[name]
-        values = torch.empty(shape, dtype=dtype)
-        do_reads(stored.reads(stored.piece(name), whole(shape), values))
-        self.write(name, values)
-
-    def finish(self) -> None:
-        """Force what was written to the disk.
+    def finish(self, copied: Mapping[str, Stored]) -> None:
+        """Copy the tensors that come from the files of the base, and force all to the disk.
 
         Raises:
             RuntimeError: If a tensor was not written.
         """
+        for name, stored in copied.items():
+            dtype, shape = self._left[name]
+            values = torch.empty(shape, dtype=dtype)
+            do_reads(stored.reads(stored.piece(name), whole(shape), values))
+            self.write(name, values)
         if self._left:
             raise RuntimeError(
                 f"no tensor was converted to {sorted(self._left)[:4]}; please report the architecture"
@@ -272,7 +243,7 @@ class _OnAllRanks(Gatherer):
             own = own.to(torch.device(kind, torch.accelerator.current_device_index()))
         return sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()  # type: ignore[no-any-return]
 
-    def attempt(self, action: Callable[[], T]) -> T:
+    def attempt(self, action: Callable[[], Any]) -> Any:
         return action()
 
 
@@ -308,15 +279,7 @@ def iter_hf_tensors(
         >>> name, tensor.dtype
         ('model.norm.weight', torch.bfloat16)
     """
-    model = unwrapped(model)
-    reshard(model)
-    merges = adapted_layers(model)
-    with without_adapters(model, trained=True) as base:
-        with agreed("preparing to hand over the tensors"):
-            content, plan, _, _ = plan_export(base, merges, dtype)
-            twin: Any = unsharded_twin(base)
-        plan = share(plan)
-    return exported(content, plan, merges, twin if plan.converts else None, _OnAllRanks())
+    return exported(plan_export(model, dtype, "preparing to hand over the tensors"), _OnAllRanks())
 
 
 # A check before training that the export after it can be written and read.
@@ -340,11 +303,11 @@ def check_export(
         overwrite: Whether the export will be called with ``overwrite=True``.
 
     Returns:
-        The folder as an absolute path.
+        The folder as an absolute path; where a file system is mounted, one below that.
 
     Raises:
-        CheckpointExistsError: If something is there: a file, a mounted file system, or a folder that is not
-            empty (which ``overwrite`` allows).
+        CheckpointExistsError: If something is there: a file, or a folder that is not empty (which
+            ``overwrite`` allows).
         PermissionError: If this process cannot write there.
         OSError: If the disk has less room than the export in bfloat16 takes (``ENOSPC``).
         UnsupportedModelError: If ``from_pretrained`` would not read the export of this model as what was
@@ -365,11 +328,9 @@ def check_export(
         'out'
     """
     target = export_target(out_dir)
-    model = unwrapped(model) if isinstance(model, nn.Module) else model
-    merges = {} if model is None else adapted_layers(model)
-    taken = nullcontext() if model is None else without_adapters(model, trained=True)
-    with taken as base, agreed(f"checking that {target} can be exported to"):
-        plan = plan_export(base, merges, torch.bfloat16)[1] if base is not None else None
+    phase = f"checking that {target} can be exported to"
+    need = 0 if model is None else plan_export(model, torch.bfloat16, phase).num_bytes
+    with agreed(phase):
         if this_rank() == 0:
-            check_target(target, overwrite=overwrite, need=plan.num_bytes if plan is not None else 0)
+            check_target(target, overwrite=overwrite, need=need)
     return target

@@ -2,28 +2,27 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._compat.conversions import (
     copy_weight_conversions,
-    is_dequantised,
     names_left_out_on_save,
     revert_weight_conversion,
 )
 from fsdp_sft._compat.models import float32_patterns, original_class
-from fsdp_sft._model.adapters import merged_weights
+from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
+from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model, tied_meta_twin
-from fsdp_sft._model.view import inner_model
+from fsdp_sft._model.view import inner_model, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.devices import check_dtypes
-from fsdp_sft._ranks.agree import this_rank
+from fsdp_sft._ranks.agree import agreed, share, this_rank
 from fsdp_sft._tensors.safetensors import TensorEntry, num_bytes
 from fsdp_sft._tensors.stored import InFile, Stored
 from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError, abridged
@@ -33,96 +32,121 @@ from fsdp_sft.weights.plan import make_plan
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExportPlan:
-    """What an export writes. Rank 0 makes the plan, and all ranks get the same.
+    """What an export writes, and what it is made of.
 
     A *source* is a tensor of the model under the name that it is saved under before conversion.
 
     Attributes:
-        sources: The model's first name of the tensor, by source.
-        dtypes: Dtype in the files, by source.
-        groups: Sources that have to be converted together.
-        written: Dtype and shape of each tensor in the files, by name and in order.
+        model: The transformers model inside wrappers and adapters.
+        content: Its tensors, without those of adapters.
+        merges: Its layers with adapters, by name.
+        twin: A model of its class and config on the meta device, by which tensors are converted.
+        groups: Sources that have to be converted together: for each the model's first name of the tensor, and
+            its dtype in the files. Rank 0 decides, and all ranks get the same.
         unchanged: Name in the files of each source that is no more than renamed. Some names are renamed only
-            where another is there too.
+            where another is there too. As on rank 0.
+        written: On rank 0 dtype and shape of each tensor in the files, by name and in order.
+        config: On rank 0 the config to export.
+        copied: On rank 0 the tensors that are copied from the files of the base.
     """
 
-    sources: dict[str, str]
-    dtypes: dict[str, torch.dtype]
-    groups: list[list[str]]
-    written: Described
-    unchanged: dict[str, str]
-
-    @property
-    def converts(self) -> bool:
-        """Whether any tensor is more than renamed."""
-        return len(self.unchanged) < len(self.sources)
+    model: Any
+    content: ModelTensors
+    merges: Mapping[str, Any]
+    twin: nn.Module
+    groups: list[dict[str, tuple[str, torch.dtype]]] = field(default_factory=list)
+    unchanged: dict[str, str] = field(default_factory=dict)
+    written: Described = field(default_factory=dict)
+    config: Any = None
+    copied: dict[str, Stored] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors in the files."""
+        """Bytes of all tensors in the files; 0 on other ranks than 0."""
         return sum(num_bytes(*described) for described in self.written.values())
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of the model's parameters, without those of adapters."""
+        return sum(t.numel() for t in self.content.tensors.values() if isinstance(t, nn.Parameter))
 
-def plan_export(
-    model: nn.Module, merges: Mapping[str, Any], dtype: torch.dtype | None
-) -> tuple[ModelTensors, Any, Any, dict[str, Stored]]:
-    """Plan an export by running the conversions on tensors without memory, after all checks.
+
+def plan_export(model: nn.Module, dtype: torch.dtype | None, phase: str) -> ExportPlan:
+    """Plan an export without moving a tensor, after all checks.
 
     Args:
-        model: A transformers model, without adapters around it.
-        merges: Its layers with adapters, by name.
+        model: A transformers model, in wrappers and with adapters or not.
         dtype: Dtype of floating-point tensors in the files; None keeps the dtypes that they have.
-
-    Returns:
-        The model's tensors, and on rank 0 the ``ExportPlan``, the config to export, and the tensors that are
-        copied from the files of the base.
+        phase: What the ranks do, for errors.
 
     Raises:
         TypeError: If the model is no transformers model.
         ValueError, UnsupportedModelError: If adapters cannot be merged, or the export would not be read back
             as it is in the model.
+
+    Collective: all ranks.
     """
     import transformers
 
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(
-            f"export_hf takes a transformers model, got {type(model).__name__}{inner_model(model)}; "
-            "save_full_state_dict writes any model"
-        )
-    check_dtypes(dtype=dtype)
-    refuse_quantised_model(model)
-    keep_config(model)
-    content = model_tensors(model)
-    refuse_unmergeable(content, merges)
-    if this_rank() != 0:
-        return content, None, None, {}
-    twin = unsharded_twin(model)
-    sources = _sources(model, twin, content)
-    dtypes = _dtypes(model, content, sources, dtype)
+    model = unwrapped(model)
+    reshard(model)
+    merges = adapted_layers(model)
+    with without_adapters(model, trained=True) as base, agreed(phase):
+        if not isinstance(base, transformers.PreTrainedModel):
+            raise TypeError(
+                f"export_hf takes a transformers model, got {type(base).__name__}{inner_model(base)}; "
+                "save_full_state_dict writes any model"
+            )
+        check_dtypes(dtype=dtype)
+        refuse_quantised_model(base)
+        keep_config(base)
+        content, twin = model_tensors(base), tied_meta_twin(base)
+        refuse_unmergeable(content, merges)
+        # transformers finds conversions by the name of the class, which FSDP2 replaces in the model.
+        copy_weight_conversions(base, twin)
+        plan = ExportPlan(base, content, merges, twin)
+        if this_rank() == 0:
+            _decide(plan, dtype)
+    plan.groups, plan.unchanged = share((plan.groups, plan.unchanged))
+    return plan
+
+
+def _decide(plan: ExportPlan, dtype: torch.dtype | None) -> None:
+    """Fill in what rank 0 decides, by running the conversions on tensors without memory.
+
+    Raises:
+        UnsupportedModelError: If the export would not be read back as it is in the model.
+    """
+    model, tensors = plan.model, plan.content.tensors
+    sources = _sources(plan.twin, plan.content)
+    dtypes = _dtypes(model, {name: tensors[first].dtype for name, first in sources.items()}, dtype)
     meta = {
-        name: torch.empty(content.tensors[first].shape, dtype=dtypes[name], device="meta")
+        name: torch.empty(tensors[first].shape, dtype=dtypes[name], device="meta")
         for name, first in sources.items()
     }
-    final = revert_weight_conversion(twin, meta)
-    written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
+    final = revert_weight_conversion(plan.twin, meta)
+    plan.written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
     names = {id(tensor): name for name, tensor in final.items()}
-    unchanged = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
-    groups: dict[str, list[str]] = {}
-    for name in meta:
-        block = re.match(r"\D*\d*", name)
-        groups.setdefault(name if name in unchanged else f"block {block and block[0]}", []).append(name)
-    config = export_config(model, content, dtype)
-    tensors = {name: content.tensors[sources[name]] for name in unchanged}
-    buffers = {unchanged[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
-    refuse_unreadable(model, config, written, buffers)
-    copied = further_predictions(config, written)
-    for name, tensor in copied.items():  # bytes as they are, or the values of quantised ones
-        own = tensor.entry.dtype if isinstance(tensor, InFile) else dtype or model.dtype
-        written[name] = own, tensor.entry.shape
-    plan = ExportPlan(sources, dtypes, [*groups.values()], written, unchanged)
-    return content, plan, config, copied
+    plan.unchanged = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
+    groups: dict[str, dict[str, tuple[str, torch.dtype]]] = {}
+    for name, first in sources.items():
+        block = re.sub(r"(?<=\d)\D.*", "", name)  # up to its first number
+        group = groups.setdefault(name if name in plan.unchanged else f"block {block}", {})
+        group[name] = first, dtypes[name]
+    plan.groups = [*groups.values()]
+    plan.config = export_config(model, plan.twin, plan.content, dtype)
+    buffers = {
+        final_name
+        for name, final_name in plan.unchanged.items()
+        if not isinstance(tensors[sources[name]], nn.Parameter)
+    }
+    refuse_unreadable(model, plan.config, plan.written, buffers)
+    plan.copied = further_predictions(plan.config, plan.written)
+    for name, stored in plan.copied.items():  # bytes as they are, or the values of quantised ones
+        own = stored.entry.dtype if isinstance(stored, InFile) else dtype or model.dtype
+        plan.written[name] = own, stored.entry.shape
 
 
 def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[str]) -> None:
@@ -199,32 +223,16 @@ def merging_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 
 
-def unsharded_twin(model: nn.Module) -> nn.Module:
-    """``model`` if transformers can save it as it is, else its architecture on the meta device, unsharded."""
-    if not (is_dequantised(model) or any(isinstance(module, FSDPModule) for module in model.modules())):
-        return model
-    twin = tied_meta_twin(model)
-    copy_weight_conversions(model, twin)
-    return twin
-
-
-def _sources(model: nn.Module, twin: nn.Module, content: ModelTensors) -> dict[str, str]:
+def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:
     """The model's first name of each tensor, by the name under which ``save_pretrained`` saves it.
 
     Names that are tied in the model, but not in a model built from its config, are all written.
     """
     ignored, tied_patterns = names_left_out_on_save(twin)
-    aliases: dict[str, list[str]] = {}
-    for name, first in content.names.items():
-        aliases.setdefault(first, []).append(name)
-    as_read: dict[str, int] = {}
-    if any(len(names) > 1 for names in aliases.values()):
-        reader = tied_meta_twin(model) if twin is model else twin
-        as_read = {name: id(tensor) for name, tensor in reader.state_dict(keep_vars=True).items()}
+    as_read = {name: id(tensor) for name, tensor in twin.state_dict(keep_vars=True).items()}
     together: dict[tuple[str, int | None], list[str]] = {}
-    for first, names in aliases.items():
-        for name in names:
-            together.setdefault((first, as_read.get(name)), []).append(name)
+    for name, first in content.names.items():
+        together.setdefault((first, as_read.get(name)), []).append(name)
     kept = set()
     for names in together.values():
         main = [name for name in names if not any(re.search(pattern, name) for pattern in tied_patterns)]
@@ -233,14 +241,10 @@ def _sources(model: nn.Module, twin: nn.Module, content: ModelTensors) -> dict[s
 
 
 def _dtypes(
-    model: nn.Module, content: ModelTensors, sources: Mapping[str, str], dtype: torch.dtype | None
+    model: nn.Module, own: Mapping[str, torch.dtype], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Dtype in the files of each source."""
+    """Dtype in the files of each source, by those that they have."""
     patterns = float32_patterns(model, dtype) if dtype is not None else set()
-    dtypes = {}
-    for name, first in sources.items():
-        own = content.tensors[first].dtype
-        in_float32 = any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", name) for p in patterns)
-        wanted = torch.float32 if in_float32 else dtype
-        dtypes[name] = wanted if wanted is not None and own.is_floating_point else own
-    return dtypes
+    float32 = re.compile("|".join(rf"(?:^|\.){re.escape(p)}(?:\.|$)" for p in patterns) or "(?!)")
+    wanted = {name: torch.float32 if float32.search(name) else dtype for name in own}
+    return {name: (wanted[name] or had) if had.is_floating_point else had for name, had in own.items()}

@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class, tied_names
 from fsdp_sft._model.state import ModelTensors
-from fsdp_sft._model.twin import MTP_LAYERS, tied_meta_twin
+from fsdp_sft._model.twin import MTP_LAYERS
 from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._quantised.settings import CONFIG, read_settings
@@ -41,12 +41,9 @@ def write_chat(folder: Path, model: Any, config: Any, tokenizer: Any, chat_templ
         chat_template: Template with which rows were encoded, or the name of one of the tokenizer's; None is
             the tokenizer's own.
     """
-    named = getattr(tokenizer, "chat_template", None) or getattr(
-        tokenizer_of(tokenizer), "chat_template", None
-    )
-    template: str | None = chat_template or named
-    if isinstance(named, dict):
-        template = named.get(chat_template or "default", chat_template)
+    own = getattr(tokenizer, "chat_template", None) or getattr(tokenizer_of(tokenizer), "chat_template", None)
+    named = own if isinstance(own, dict) else {"default": own}
+    template: str | None = named.get(chat_template or "default", chat_template)
     if tokenizer is not None:
         used = templates_used(tokenizer_of(tokenizer))
         if used and chat_template is None and template not in used:
@@ -80,9 +77,8 @@ def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     except (ChatTemplateError, ValueError) as error:
         warn_caller(f"the end of an answer was not added to generation_config.eos_token_id: {error}")
         return None
-    if facts.end_of_turn is None or not facts.stop_is_token:  # the collator warns of a text
-        return None
-    return int(own.convert_tokens_to_ids(facts.end_of_turn))
+    ends = facts.end_of_turn is not None and facts.stop_is_token  # the collator warns of a text
+    return int(own.convert_tokens_to_ids(facts.end_of_turn)) if ends else None
 
 
 # What an export copies from its base checkpoint: custom code and processor files.
@@ -106,8 +102,11 @@ def carry_code(model: Any, config: Any, folder: Path) -> None:
         if cls.__module__.split(".")[0] == _OF_A_CHECKPOINT:
             custom_object_save(cls, folder)
     if getattr(config, "auto_map", None):
-        entries = {name: _reference(entry, folder) for name, entry in config.auto_map.items()}
-        config.auto_map = {name: entry for name, entry in entries.items() if entry is not None}
+        config.auto_map = {
+            name: there
+            for name, entry in config.auto_map.items()
+            if (there := _reference(entry, folder)) is not None
+        }
 
 
 def _reference(entry: Any, folder: Path) -> Any:
@@ -124,14 +123,14 @@ def _reference(entry: Any, folder: Path) -> Any:
 # The model card of an export, which the Hub shows: where the model comes from.
 
 
-def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> str:
+def model_card(model: Any, config: Any, title: str, num_parameters: int) -> str:
     """A model card in Markdown, with the Hub's metadata at its head.
 
     Args:
         model: A transformers model.
-        name: Title of the card.
-        architecture: Name of the model's class.
-        dtype: Dtype of the exported tensors.
+        config: Config of the export.
+        title: Title of the card.
+        num_parameters: Number of the model's parameters.
     """
     from fsdp_sft import __version__
 
@@ -145,19 +144,20 @@ library_name: transformers
 - sft
 ---
 
-# {name}
+# {title}
 
-`{architecture}` of {model.num_parameters():,} parameters in {str(dtype).removeprefix("torch.")},
+`{config.architectures[0]}` of {num_parameters:,} parameters in {str(config.dtype).removeprefix("torch.")},
 fine-tuned{origin} and exported with fsdp_sft {__version__}.
 """
 
 
-def export_config(model: Any, content: ModelTensors, dtype: torch.dtype | None) -> Any:
+def export_config(model: Any, twin: Any, content: ModelTensors, dtype: torch.dtype | None) -> Any:
     """The config to export: a copy of the model's, with ``use_cache`` restored, tied only if the weights are.
 
     Args:
         model: A transformers model.
-        content: Its tensors.
+        twin: A model of its class and config.
+        content: The model's tensors.
         dtype: Dtype of the export; None is the model's.
     """
     copies: dict[int, Any] = {}
@@ -166,8 +166,8 @@ def export_config(model: Any, content: ModelTensors, dtype: torch.dtype | None) 
         if id(changed) in copies:
             copies[id(changed)].use_cache = True
     names = content.names
-    ties = [(a, b) for a, b in tied_names(tied_meta_twin(model)).items() if a in names and b in names]
-    if any(names[a] != names[b] for a, b in ties):  # one was adapted, or they were loaded so
+    # One of two was adapted, or they were loaded so.
+    if any(names[a] != names[b] for a, b in tied_names(twin).items() if a in names and b in names):
         for part in {id(c): c for c in (config, config.get_text_config())}.values():
             part.tie_word_embeddings = False
     vars(config).pop("quantization_config", None)  # of a model that transformers read from a GGUF
@@ -197,8 +197,9 @@ def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stor
     said, depth = said.get("text_config") or said, getattr(text, "num_hidden_layers", 0)
     layers = [(layer[1], int(layer[2])) for layer in map(_LAYER.match, written) if layer]
     # Lists that end where the text model does: those of towers may be deeper.
-    lists = {name for name, number in layers if number == depth - 1}
-    lists -= {name for name, number in layers if number >= depth}
+    lists = {name for name, number in layers if number == depth - 1} - {
+        name for name, number in layers if number >= depth
+    }
 
     def is_one(key: str) -> bool:
         layer = _LAYER.match(key)
@@ -255,11 +256,10 @@ def _base_of(config: Any) -> tuple[Path | None, dict[str, Any]]:
     """
     name = str(getattr(config, "name_or_path", "") or "")
     with suppress(CheckpointFormatError, OSError, ValueError):  # or it is no name of a repository
-        commit = getattr(config, "_commit_hash", None)
         found = (
             Path(name, CONFIG)
             if Path(name).is_dir()
-            else try_to_load_from_cache(name, CONFIG, revision=commit)
+            else try_to_load_from_cache(name, CONFIG, revision=getattr(config, "_commit_hash", None))
         )
         if name and isinstance(found, (str, Path)):
             return Path(found).parent, read_settings(Path(found))
@@ -271,7 +271,7 @@ def write_settings(
     config: Any,
     folder: Path,
     title: str,
-    dtype: torch.dtype | None,
+    num_parameters: int,
     tokenizer: Any,
     chat_template: str | None,
 ) -> None:
@@ -282,7 +282,7 @@ def write_settings(
         config: Config to write, from ``export_config``.
         folder: Folder of the export.
         title: Title of the card.
-        dtype: Dtype of the export; None is the model's.
+        num_parameters: Number of the model's parameters, for the card.
         tokenizer: See ``write_chat``.
         chat_template: See ``write_chat``.
     """
@@ -291,8 +291,7 @@ def write_settings(
     config.save_pretrained(folder)
     _say_to_others(config, folder / "config.json")
     write_chat(folder, model, config, tokenizer, chat_template)
-    card = model_card(model, title, config.architectures[0], dtype or model.dtype)
-    write_bytes(folder / "README.md", card.encode())
+    write_bytes(folder / "README.md", model_card(model, config, title, num_parameters).encode())
 
 
 def _say_to_others(config: Any, path: Path) -> None:
@@ -307,19 +306,17 @@ def _say_to_others(config: Any, path: Path) -> None:
     for part in (written, written.get("text_config") or {}):
         by_kind = part.get("rope_parameters") or {}
         rope = by_kind.get("full_attention", by_kind) or {}  # None where those layers have no positions
-        fields = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-        if rope.get("rope_type", "default") != "default":
-            fields["rope_scaling"] = {name: value for name, value in rope.items() if name not in fields}
-        if "sliding_attention" in by_kind:
-            fields["rope_local_base_freq"] = (by_kind["sliding_attention"] or {}).get("rope_theta")
-        if part.get("model_type") == "gpt_neox":
-            fields = {
-                "rotary_emb_base": rope.get("rope_theta"),
-                "rotary_pct": rope.get("partial_rotary_factor"),
-            }
-        if "num_local_experts" in part:
-            fields["num_experts"] = part["num_local_experts"]
-        for name in [name for name in fields if name not in part]:
+        of_neox = part.get("model_type") == "gpt_neox"
+        is_scaled = rope.get("rope_type", "default") != "default" and not of_neox
+        of_scaling = rope.keys() - {"rope_theta", "partial_rotary_factor"}
+        fields = {
+            "rotary_emb_base" if of_neox else "rope_theta": rope.get("rope_theta"),
+            "rotary_pct" if of_neox else "partial_rotary_factor": rope.get("partial_rotary_factor"),
+            "rope_scaling": {name: rope[name] for name in of_scaling} if is_scaled else None,
+            "rope_local_base_freq": (by_kind.get("sliding_attention") or {}).get("rope_theta"),
+            "num_experts": part.get("num_local_experts"),
+        }
+        for name in [name for name in fields if name not in part and fields[name] is not None]:
             part[name] = fields[name]
             _write_json(path, written)
             with suppress(KeyError, TypeError, ValueError):  # its own check of rotary embeddings
@@ -340,12 +337,11 @@ def write_generation_config(folder: Path, model: Any, config: Any, stop: int | N
     """
     if not getattr(model, "can_generate", bool)():
         return
+    from transformers import GenerationConfig
+
     generation = copy.deepcopy(model.generation_config)
     if stop is not None:
-        if generation is None:
-            from transformers import GenerationConfig
-
-            generation = GenerationConfig.from_model_config(config)
+        generation = generation or GenerationConfig.from_model_config(config)
         known = generation.eos_token_id  # one id, a list of ids, or None
         ids = [] if known is None else list(known) if isinstance(known, (list, tuple)) else [known]
         generation.eos_token_id = known if stop in ids else [stop, *ids]

@@ -39,12 +39,11 @@ def export_target(out_dir: str | os.PathLike[str]) -> Path:
     """
     target = full_path(out_dir)
     target = target.resolve() if target.is_symlink() else target
-    if not os.path.ismount(target):
-        return target
-    below = target / "export"
-    if this_rank() == 0:
-        warn_caller(f"{target} is where a file system is mounted, so the export is written to {below}")
-    return below
+    if os.path.ismount(target):
+        target /= "export"
+        if this_rank() == 0:
+            warn_caller(f"a file system is mounted at {target.parent}: the export is written to {target}")
+    return target
 
 
 def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
