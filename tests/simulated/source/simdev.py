@@ -14,6 +14,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from simdev import _C
+from torch.accelerator import (  # noqa: F401  as torch.sim has them
+    current_stream,
+    empty_cache,
+    get_memory_info as mem_get_info,
+    max_memory_allocated,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_peak_memory_stats,
+    synchronize,
+)
 
 torch.utils.rename_privateuse1_backend("sim")
 
@@ -32,41 +43,21 @@ class Event(torch.Event):
         return super().__new__(cls, device="sim", enable_timing=enable_timing)
 
 
-class device:
+class device(torch.accelerator.device_index):
     """A context in which a device is the current one."""
 
     def __init__(self, device):
-        self.index = torch.device(device).index if not isinstance(device, int) else device
-        self.before = None
-
-    def __enter__(self):
-        self.before = current_device()
-        if self.index is not None and self.index >= 0:
-            set_device(self.index)
-
-    def __exit__(self, *_):
-        set_device(self.before)
+        index = device if isinstance(device, int) else torch.device(device).index
+        super().__init__(None if index == -1 else index)
 
 
-class StreamContext:
+def stream(stream):
     """A context in which a stream is the current one, and its device the current device."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __enter__(self):
-        if self.stream is not None:
-            self.device = current_device()
-            self.before = current_stream(self.stream.device)
-            torch.accelerator.set_stream(self.stream)
-
-    def __exit__(self, *_):
-        if self.stream is not None:
-            torch.accelerator.set_stream(self.before)
-            set_device(self.device)
-
-
-stream = StreamContext
+    if stream is None:
+        return contextlib.nullcontext()
+    # A stream of torch is a context, but only once at a time, so another object for it is given out.
+    number, index = stream.stream_id, stream.device_index
+    return torch.Stream(stream_id=number, device_index=index, device_type=stream.device_type)
 
 
 def is_available():
@@ -80,11 +71,8 @@ def is_initialized():
 _initialized = True  # or torch's checkpoint takes the device for unused, and keeps no random state of it
 
 
-def init():
+def _lazy_init():
     pass
-
-
-_lazy_init = init
 
 
 def _is_in_bad_fork():
@@ -98,10 +86,6 @@ def set_device(device):
     index = device if isinstance(device, int) else torch.device(device).index
     if index is not None:
         _C.set_device(index)
-
-
-current_stream = torch.accelerator.current_stream
-synchronize = torch.accelerator.synchronize
 
 
 def _index(device):
@@ -145,18 +129,6 @@ class _Backend(types.ModuleType):
     @staticmethod
     def is_flash_attention_available():
         return True  # for rows of unequal lengths: kernels.cpp
-
-
-# ---------------------------------------------------------------- memory, as torch.accelerator has it
-
-
-empty_cache = torch.accelerator.empty_cache
-memory_allocated = torch.accelerator.memory_allocated
-max_memory_allocated = torch.accelerator.max_memory_allocated
-memory_reserved = torch.accelerator.memory_reserved
-mem_get_info = torch.accelerator.get_memory_info
-memory_stats = torch.accelerator.memory_stats
-reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
 
 
 # ---------------------------------------------------------------- random numbers
@@ -213,12 +185,9 @@ class Sync:
 _recorders = []
 
 
-def _stack():
-    return traceback.StackSummary.from_list(traceback.extract_stack()[:-2])  # without this file's frames
-
-
 def _on_wait(kind):
-    sync = Sync(kind, threading.current_thread().name, _stack())
+    stack = traceback.StackSummary.from_list(traceback.extract_stack()[:-1])  # without this frame
+    sync = Sync(kind, threading.current_thread().name, stack)
     for recorder in _recorders:
         recorder.append(sync)
 
