@@ -41,6 +41,12 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], *, files: int = 1) -
     )
 
 
+def configure(folder: Path, **fields: Any) -> None:
+    """Give fields of a folder's config other values."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 def plain(folder: Path, *, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """The oracle: what plain transformers loads, unsharded."""
     import transformers

@@ -1,6 +1,5 @@
 """Folders in quantised formats, written by hand, and the values that they hold."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from fsdp_sft._tensors import packed
 from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.stored import InFile, Stored, file_header
-from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
+from tests.harness.hf_folders import configure, rewrite, save_tiny, tensors_of
 from tests.harness.quantised_weights import Written
 
 # Rows and columns that neither blocks of 128 nor 3 ranks divide.
@@ -29,11 +28,6 @@ UNEVEN = {
 }
 _BLOCK = 16
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def configure(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def fp8_folder(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from tests.harness.packs import assert_same as assert_same
 HSDP = {"dp_replicate": 2}
 DDP = {"dp_replicate": 2, "dp_shard": 1}
 BATCHES = ragged_batches(9)[:8]
+this_rank = torch.distributed.get_rank
 
 
 class Extra(nn.Module):
@@ -98,10 +99,6 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         state.update({f"group/{index}/{k}": v for k, v in group.items() if k != "params"})
     return state
-
-
-def this_rank() -> int:
-    return torch.distributed.get_rank()
 
 
 def spread(model: Any) -> None:
