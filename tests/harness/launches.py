@@ -33,9 +33,8 @@ def arguments(
     output: Path, *, ranks: int, steps: int, dtype: str = "float32", save_every: int = 1000
 ) -> list[str]:
     """The example's arguments, so that any number of ranks sees the same global batches."""
-    data = EXAMPLES / "data" / "chats.jsonl"
     options: dict[str, object] = {
-        "--data": data,
+        "--data": EXAMPLES / "data" / "chats.jsonl",
         "--output": output,
         "--steps": steps,
         "--save-every": save_every,

@@ -12,6 +12,7 @@ from tests.plain import gradients as oracle_gradients, mean_loss as oracle_loss 
 
 FLOAT32 = MixedPrecisionPolicy()  # computes in the dtype of the parameters, where the default is bfloat16
 VOCAB = 101  # not divisible by any number of ranks used here
+# Sizes of a decoder, but for its layers.
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -23,8 +24,7 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Sizes of a decoder, but for its layers."""
-
+# The same with multi-head latent attention and small experts, as in DeepSeek-V3.
 LATENT = {
     **TINY,
     "num_key_value_heads": 4,
@@ -35,8 +35,6 @@ LATENT = {
     "v_head_dim": 8,
     "moe_intermediate_size": 16,
 }
-"""The same with multi-head latent attention and small experts, as in DeepSeek-V3."""
-
 
 _DECODER = {**TINY, "num_hidden_layers": 3}
 # The class of each family, and its config.

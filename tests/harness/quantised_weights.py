@@ -73,8 +73,11 @@ def fp8_block(
         kept = exponents if scales == "uint8" else exponents.view(torch.float8_e8m0fnu)
         s = [[2.0 ** (e - 127) for e in row] for row in exponents.tolist()]
     values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i // down][j // across]))
-    settings = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}
-    return Written({".weight": stored, ".weight_scale_inv": kept}, values, settings)
+    return Written(
+        {".weight": stored, ".weight_scale_inv": kept},
+        values,
+        {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"},
+    )
 
 
 def fp8_tensor(rows: int, columns: int) -> Written:
@@ -82,9 +85,11 @@ def fp8_tensor(rows: int, columns: int) -> Written:
     stored, q = _fp8(rows, columns)
     scale = _scales(1).reshape(())
     values = _loop(rows, columns, lambda i, j: f32(q[i][j] * scale.item()))
-    tensors = {".weight": stored, ".weight_scale_inv": scale, ".activation_scale": _scales(1).reshape(())}
-    settings = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
-    return Written(tensors, values, settings)
+    return Written(
+        {".weight": stored, ".weight_scale_inv": scale, ".activation_scale": _scales(1).reshape(())},
+        values,
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+    )
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
