@@ -137,10 +137,9 @@ def nvfp4(rows: int, columns: int, tool: str = "compressed-tensors") -> Written:
     codes = torch.randint(1, 127, (rows, math.ceil(columns / 16)), dtype=torch.uint8)
     s = [[_e4m3(code) for code in row] for row in codes.tolist()]
     scale, whole = codes.view(torch.float8_e4m3fn), torch.rand(()) * 300 + 1
+    whole = 1 / whole if tool == "modelopt" else whole
     g = whole.item()
     if tool == "modelopt":
-        whole = 1 / whole
-        g = whole.item()
         values = _loop(rows, columns, lambda i, j: f32(q[i][j] * f32(s[i][j // 16] * g)))
         tensors = {
             ".weight": packed,
@@ -223,8 +222,7 @@ def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Wri
         absmax = _scales(blocks)
         a = absmax.tolist()
         tensors[".weight.absmax"] = absmax
-    flat = [f32(t[code] * a[at // block]) for at, code in enumerate(codes)]
-    values = torch.tensor(flat, dtype=torch.float32).view(rows, columns)
+    values = _loop(rows, columns, lambda i, j: f32(t[codes[i * columns + j]] * a[(i * columns + j) // block]))
     text = json.dumps(state).encode()
     tensors[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

@@ -123,14 +123,6 @@ def get_device_properties(device=None):
     )
 
 
-class _Backend(types.ModuleType):
-    """``torch.backends.sim``."""
-
-    @staticmethod
-    def is_flash_attention_available():
-        return True  # for rows of unequal lengths: kernels.cpp
-
-
 # ---------------------------------------------------------------- random numbers
 
 
@@ -149,10 +141,6 @@ def manual_seed(seed):
 def manual_seed_all(seed):
     for i in range(device_count()):
         _C.default_generator(i).manual_seed(int(seed))
-
-
-def initial_seed():
-    return _C.default_generator(current_device()).initial_seed()
 
 
 def get_amp_supported_dtype():
@@ -219,7 +207,6 @@ def _create_backend(store, rank, size, timeout):
 
 
 _C.register_cpu_kernels()
-torch.backends.sim = _Backend("torch.backends.sim")
 torch._register_device_module("sim", sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 dist.Backend.register_backend("simccl", _create_backend, devices=["sim"])
