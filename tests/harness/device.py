@@ -17,8 +17,6 @@ from tests.simulated import build
 from tests.simulated.device import BACKEND, Simulated
 
 SETTING = "FSDP_SFT_TEST_DEVICE"
-# Slow enough that what does not wait for a copy or a collective reads the memory before it.
-_DELAY = 0.002
 _DEVICES = 4
 
 _asked = os.environ.get(SETTING, "cpu")
@@ -48,7 +46,8 @@ def for_ranks(world_size: int) -> list[Simulated | None]:
 
 def simulated(index: int, devices: int) -> Simulated:
     """A device with slow copies and collectives, whose memory the host may not touch."""
-    return Simulated(index, devices, _DELAY, _DELAY, protected=True)
+    # Slow enough that what does not wait for a copy or a collective reads the memory before it.
+    return Simulated(index, devices, copy_delay=0.002, comm_delay=0.002, protected=True)
 
 
 def for_launched() -> dict[str, str]:

@@ -12,7 +12,6 @@ from tests.harness.places import EXAMPLES, ROOT
 
 EXAMPLE = EXAMPLES / "minimal_sft.py"
 PACED = Path(__file__).with_name("paced_example.py")
-GLOBAL_BATCH = 8  # rows, however many ranks share them
 # Beginnings of everything that a launcher around the tests may have set.
 _LAUNCHERS = (
     *("SLURM_", "SUBMITIT_", "TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_"),
@@ -38,7 +37,7 @@ def arguments(
         "--output": output,
         "--steps": steps,
         "--save-every": save_every,
-        "--micro-batch-size": GLOBAL_BATCH // ranks,
+        "--micro-batch-size": 8 // ranks,
         "--dtype": dtype,
     }
     return [str(word) for pair in options.items() for word in pair]

@@ -94,10 +94,6 @@ class State:
                 same = seen is not None and seen.mark == seen.marked(module)
                 self.modules[name] = seen if same and seen is not None else _Names(name, module)
 
-    def renew(self) -> None:
-        """Take the settings anew, for a state in which names are known to be unchanged."""
-        self.settings.update(settings())
-
     def changes(self, after: "State") -> list[str]:
         """Names of what is not as it was; what is new counts as an import."""
         found = changes(self.settings, after.settings)

@@ -147,11 +147,10 @@ def windows_of_rank(micro_batches: int, device: torch.device | None = None) -> l
     """Four windows of this rank, on the host or a device; without masks, whose values transformers reads."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     drawn = [ragged_batches(micro_batches * ranks, seed=seed)[rank::ranks] for seed in range(4)]
-    for window in drawn:
-        for batch in window:
-            del batch["attention_mask"]
-            batch.update({name: value.to(device) for name, value in batch.items()} if device else {})
-    return drawn
+    return [
+        [{n: v.to(device or "cpu") for n, v in batch.items() if n != "attention_mask"} for batch in window]
+        for window in drawn
+    ]
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor | None:

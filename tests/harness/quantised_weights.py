@@ -125,9 +125,10 @@ def mxfp4_experts(experts: int, rows: int, columns: int, least: int = 110) -> Wr
     made = [mxfp4_compressed(columns, rows, least) for _ in range(experts)]
     blocks = torch.stack([one.tensors[".weight_packed"].view(columns, rows // 32, 16) for one in made])
     scales = torch.stack([one.tensors[".weight_scale"] for one in made])
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     return Written(
-        {"_blocks": blocks, "_scales": scales}, torch.stack([one.values.mT for one in made]), settings
+        {"_blocks": blocks, "_scales": scales},
+        torch.stack([one.values.mT for one in made]),
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     )
 
 
@@ -225,8 +226,11 @@ def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Wri
     values = _loop(rows, columns, lambda i, j: f32(t[codes[i * columns + j]] * a[(i * columns + j) // block]))
     text = json.dumps(state).encode()
     tensors[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
-    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    return Written(tensors, values, settings)
+    return Written(
+        tensors,
+        values,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    )
 
 
 def nf4_as_bfloat16(rows: int, columns: int) -> Written:

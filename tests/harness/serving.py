@@ -74,7 +74,7 @@ class _Served:
             LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(self._world_size)
         )
         before = self._state or leftovers.State()
-        before.renew()
+        before.settings.update(leftovers.settings())  # names are known to be unchanged
         torch.manual_seed(0)
         faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
         try:

@@ -189,11 +189,14 @@ def test_ranks_that_differ_hang_until_the_time_out(how: str, says: str) -> None:
 
 # --- results are the CPU's, bit by bit ---------------------------------------------------------------------
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     # Not chunked: the device has products of 16 bits into 32, which the loss takes where it finds them.
-    "bfloat16": ("llama", {}, {"mp_policy": BF16, "loss_impl": "logits"}),
+    "bfloat16": (
+        "llama",
+        {},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "loss_impl": "logits"},
+    ),
     "dropout": ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}, {}),
 }
 
