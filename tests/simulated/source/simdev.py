@@ -32,9 +32,7 @@ torch.utils.rename_privateuse1_backend("sim")
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device=None, priority=0, **kwargs):
-        if "stream_id" in kwargs:
-            return super().__new__(cls, **kwargs)
+    def __new__(cls, device=None, priority=0):
         return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
 
 
@@ -47,8 +45,7 @@ class device(torch.accelerator.device_index):
     """A context in which a device is the current one."""
 
     def __init__(self, device):
-        index = device if isinstance(device, int) else torch.device(device).index
-        super().__init__(None if index == -1 else index)
+        super().__init__(None if device == -1 else _index(device))
 
 
 def stream(stream):
@@ -56,8 +53,9 @@ def stream(stream):
     if stream is None:
         return contextlib.nullcontext()
     # A stream of torch is a context, but only once at a time, so another object for it is given out.
-    number, index = stream.stream_id, stream.device_index
-    return torch.Stream(stream_id=number, device_index=index, device_type=stream.device_type)
+    return torch.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 def is_available():
@@ -83,9 +81,7 @@ device_count, current_device = _C.device_count, _C.current_device
 
 
 def set_device(device):
-    index = device if isinstance(device, int) else torch.device(device).index
-    if index is not None:
-        _C.set_device(index)
+    _C.set_device(_index(device))
 
 
 def _index(device):
