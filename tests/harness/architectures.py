@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers.utils import logging as told
 
 from tests.harness.hf_folders import difference, plain
 from tests.harness.vision import DERIVED, VISION
@@ -190,12 +192,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Gemma4ForConditionalGeneration": {"vision_config": {"model_type": "gemma4_vision"}},
 }
 
-OFF_AT_ZERO = {"hidden_size_per_layer_input", "vocab_size_per_layer_input"}
-
 
 def class_names() -> list[str]:
-    import transformers
-
     # By name alone: to look at the classes would import them all.
     return sorted(n for n in dir(transformers) if n.endswith("ForCausalLM") and not n.startswith("Auto"))
 
@@ -206,8 +204,8 @@ def shrink(fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, dict) and name.endswith("config"):
             small[name] = {**value, **shrink(value)}
-        elif name in OFF_AT_ZERO and value == 0:
-            continue
+        elif name.endswith("_per_layer_input") and value == 0:
+            continue  # is off
         elif name in SMALL and value is not None and not isinstance(value, (list, dict, str)):
             small[name] = SMALL[name]
     layers = next((small[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if n in small), 2)
@@ -232,8 +230,6 @@ PER_LAYER = {
 
 def tiny_architecture(name: str) -> Any:
     """A model with random weights, every floating tensor spread out so that no two rows are alike."""
-    import transformers
-
     cls = getattr(transformers, name)
     config_cls = cls.config_class
     torch.manual_seed(0)
@@ -243,18 +239,11 @@ def tiny_architecture(name: str) -> Any:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     for path, value in {**SPECIAL.get(name, {}), **VISION.get(name, {})}.items():
         *outer, field = path.split(".")
-        inner = functools.reduce(operator.getitem, outer, fields)
-        inner[field] = value
-    fields = {field: value for field, value in fields.items() if value is not DERIVED}
-    fields.pop("architectures", None)
-    fields.pop("transformers_version", None)
-    config = config_cls(**fields)
-    return _spread(cls(config))
-
-
-def _spread(model: Any) -> Any:
-    if sum(p.numel() for p in model.parameters()) > 20_000_000:
-        raise ValueError(f"too large: {sum(p.numel() for p in model.parameters())}")
+        functools.reduce(operator.getitem, outer, fields)[field] = value
+    written = {"architectures", "transformers_version"}  # by the config itself
+    model = cls(config_cls(**{k: v for k, v in fields.items() if v is not DERIVED and k not in written}))
+    if model.num_parameters() > 20_000_000:
+        raise ValueError(f"too large: {model.num_parameters()}")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -266,51 +255,40 @@ def inputs_for(model: Any) -> dict[str, Any]:
     """What the forward of a tiny model takes: tokens and labels, unless its class wants more or others."""
     name = type(model).__name__.removeprefix("FSDP")
     ids = torch.arange(3, 21).view(2, 9)
+    rows = {"input_ids": ids, "labels": ids, "use_cache": False}
     generator = torch.Generator().manual_seed(0)
     if name == "GitForCausalLM":  # its loss leaves out the image's positions and needs to be told of some
-        pixels = torch.randn(2, 3, 32, 32, generator=generator)
-        return {"input_ids": ids, "labels": ids, "pixel_values": pixels, "use_cache": False}
+        rows["pixel_values"] = torch.randn(2, 3, 32, 32, generator=generator)
     if name.startswith("Musicgen"):  # a row for each codebook, labels with the codebooks last
         books = model.config.num_codebooks
         ids = torch.arange(2 * books * 9).view(2 * books, 9) % 90 + 3
-        labels = ids.view(2, books, 9).transpose(1, 2).contiguous()
-        return {"input_ids": ids, "labels": labels, "use_cache": False}
+        rows |= {"input_ids": ids, "labels": ids.view(2, books, 9).transpose(1, 2).contiguous()}
     if (
         "Assistant" in name
     ):  # reads the last hidden states and the attention cache of the model that it assists
         text = model.config.get_text_config()
-        width = 2 * model.config.backbone_hidden_size
         cache = {
             kind: tuple(
                 torch.randn(2, text.num_key_value_heads, 9, text.head_dim, generator=generator) for _ in "kv"
             )
             for kind in set(text.layer_types)
         }
-        hidden = torch.randn(2, 1, width, generator=generator)
+        hidden = torch.randn(2, 1, 2 * model.config.backbone_hidden_size, generator=generator)
         return {"inputs_embeds": hidden, "shared_kv_states": cache, "position_ids": torch.full((2, 1), 8)}
-    return {"input_ids": ids, "labels": ids, "use_cache": False}
+    return rows
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Neither warnings nor transformers' log and progress bars, until it is left."""
-    from transformers.utils import logging as told
-
-    disabled, verbosity, bars = (
-        logging.root.manager.disable,
-        told.get_verbosity(),
-        told.is_progress_bar_enabled(),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        told.set_verbosity_error()
+    disabled, bars = logging.root.manager.disable, told.is_progress_bar_enabled()
+    with warnings.catch_warnings(action="ignore"):
+        logging.disable(logging.WARNING)  # of transformers too
         told.disable_progress_bar()
         try:
             yield
         finally:
             logging.disable(disabled)
-            told.set_verbosity(verbosity)
             if bars:
                 told.enable_progress_bar()
 
@@ -329,8 +307,7 @@ def save_all(folder: Path, names: list[str]) -> dict[str, str]:
     for name in names:
         try:
             tiny_architecture(name).to(torch.bfloat16).save_pretrained(folder / name)
-            unstable = difference(plain(folder / name), plain(folder / name))
-            if unstable:
+            if unstable := difference(plain(folder / name), plain(folder / name)):
                 failed[name] = f"plain from_pretrained differs from itself: {unstable[:2]}"
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error)[:150]}"

@@ -11,10 +11,10 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from multiprocessing import process as processes
-from pathlib import Path
 from typing import Any
 
-_FILE = Path(__file__).parents[1] / "budget.toml"
+from tests.harness.places import ROOT
+
 # What is counted: process groups made for functions on ranks; processes started on purpose (fresh ranks,
 # programs, launched ranks) or in the place of ranks that died or were left changed.
 COUNTED = ("tasks", "started")
@@ -51,7 +51,7 @@ def watch() -> None:
 
 def budget() -> dict[str, dict[str, int]]:
     """What each room may use, one without a line of its own (``default``), and ``all`` together."""
-    return tomllib.loads(_FILE.read_text())["runs"]
+    return tomllib.loads((ROOT / "tests" / "budget.toml").read_text())["runs"]
 
 
 def verdict(config: Any, device: str) -> list[str]:

@@ -4,8 +4,6 @@ A family's `write` builds the conversation piece by piece from the format's desc
 piece whether it is trained. It shares nothing with the library: no template, no offsets, no search.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -133,23 +131,18 @@ def _turns(
     return write
 
 
-def _write_llama2(messages: list[dict[str, Any]]) -> list[Piece]:
-    pieces: list[Piece] = []
-    for message in messages:
-        text = message["content"].strip()
-        if message["role"] == "user":
-            pieces.append((f"<s>[INST] {text} [/INST]", False))
-        else:
-            pieces.append((f" {text} </s>", True))
-    return pieces
+def _instructions(
+    question: str, answer: str, *, bos: str = "", trim: bool = False
+) -> Callable[[list[dict[str, Any]]], list[Piece]]:
+    def write(messages: list[dict[str, Any]]) -> list[Piece]:
+        pieces: list[Piece] = [(bos, False)]
+        for message in messages:
+            trained = message["role"] == "assistant"
+            text = message["content"].strip() if trim else message["content"]
+            pieces.append(((answer if trained else question).format(text), trained))
+        return pieces
 
-
-def _write_mistral(messages: list[dict[str, Any]]) -> list[Piece]:
-    pieces: list[Piece] = [("<s>", False)]
-    for message in messages:
-        answer, text = message["role"] == "assistant", message["content"]
-        pieces.append((text + "</s>", True) if answer else (f"[INST]{text}[/INST]", False))
-    return pieces
+    return write
 
 
 def _write_qwen3(messages: list[dict[str, Any]]) -> list[Piece]:
@@ -183,15 +176,8 @@ class Family:
     system: bool = True
 
 
-def _im(role: str) -> str:
-    return f"<|im_start|>{role}\n"
-
-
-def _bar(role: str) -> str:
-    return f"<|{role}|>\n"
-
-
-_chatml = _turns(_im, "<|im_end|>", "\n")
+_bar = "<|{}|>\n".format
+_chatml = _turns("<|im_start|>{}\n".format, "<|im_end|>", "\n")
 FAMILIES = {
     "chatml": Family(CHATML, _chatml),
     "chatml-eos": Family(CHATML, _chatml, eos="<|im_end|>"),
@@ -211,8 +197,14 @@ FAMILIES = {
         bos="<bos>", eos="</s>", system=False,
     ),
     "zephyr": Family(ZEPHYR, _turns(_bar, "</s>", "\n"), eos="</s>"),
-    "mistral": Family(MISTRAL, _write_mistral, bos="<s>", eos="</s>", system=False),
-    "llama2": Family(LLAMA2, _write_llama2, bos="<s>", eos="</s>", system=False),
+    "mistral": Family(
+        MISTRAL, _instructions("[INST]{}[/INST]", "{}</s>", bos="<s>"),
+        bos="<s>", eos="</s>", system=False,
+    ),
+    "llama2": Family(
+        LLAMA2, _instructions("<s>[INST] {} [/INST]", " {} </s>", trim=True),
+        bos="<s>", eos="</s>", system=False,
+    ),
     "glm": Family(GLM, _turns(_bar, "", "")),
     "phi3": Family(PHI3, _turns(_bar, "<|end|>", "\n", close="<|endoftext|>")),
     "qwen3": Family(QWEN3, _write_qwen3, eos="<|im_end|>"),
@@ -224,14 +216,12 @@ def byte_tokenizer(family: Family | str = "chatml", **changes: Any) -> PreTraine
 
     ``template`` takes the place of the family's.
     """
-    family = FAMILIES[family] if isinstance(family, str) else family
     vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     return _wrap(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), family, **changes)
 
 
 def bpe_tokenizer(family: Family | str = "chatml", **changes: Any) -> PreTrainedTokenizerFast:
     """A byte-level BPE with merges over spaces, words and newlines."""
-    family = FAMILIES[family] if isinstance(family, str) else family
     tokenizer = Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -246,8 +236,9 @@ def bpe_tokenizer(family: Family | str = "chatml", **changes: Any) -> PreTrained
 
 
 def _wrap(
-    tokenizer: Tokenizer, family: Family, template: str | None = None, **changes: Any
+    tokenizer: Tokenizer, family: Family | str, template: str | None = None, **changes: Any
 ) -> PreTrainedTokenizerFast:
+    family = FAMILIES[family] if isinstance(family, str) else family
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))

@@ -7,10 +7,6 @@ import torch
 
 import fsdp_sft as fs
 
-_BUILD = ("revision", "attn_implementation", "trust_remote_code", "new_vocab_size")
-_SHARD = ("mp_policy", "reshard_after_forward", "offload_policy", "ep_size")
-_LOAD = ("missing", "unexpected")
-
 
 def composed(
     path: Any,
@@ -33,16 +29,20 @@ def composed(
         config_overrides: Fields of the config, for ``build_meta_model``.
         options: Keywords of ``build_meta_model``, ``shard_model`` and ``load_weights``.
     """
-    known = {*_BUILD, *_SHARD, *_LOAD}
-    assert options.keys() <= known, options.keys() - known
     build, shard, load = (
-        {name: options[name] for name in names if name in options} for names in (_BUILD, _SHARD, _LOAD)
+        {name: options.pop(name) for name in names if name in options}
+        for names in (
+            ("revision", "attn_implementation", "trust_remote_code", "new_vocab_size"),
+            ("mp_policy", "reshard_after_forward", "offload_policy", "ep_size"),
+            ("missing", "unexpected"),
+        )
     )
+    assert not options, options
     build = {"dtype": master_dtype, **build, **(config_overrides or {})}
     model: Any = fs.build_meta_model(path, **build)
     if peft_config is not None:
         model = fs.add_adapters(model, peft_config, seed=adapter_seed)
-        policy = options.get("mp_policy")
+        policy = shard.get("mp_policy")
         compute = torch.bfloat16 if policy is None else policy.param_dtype
         frozen_dtype = compute if frozen_dtype is None else frozen_dtype
     if sac_ratio:

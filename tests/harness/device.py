@@ -5,23 +5,18 @@ marked ``accelerator`` run on both. Tests name the device by ``device_type()`` a
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.simulated import build
 from tests.simulated.device import BACKEND, Simulated
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 SETTING = "FSDP_SFT_TEST_DEVICE"
-# Slow enough that what does not wait for a copy or a collective reads the memory before it.
-_DELAY = 0.002
 _DEVICES = 4
 
 _asked = os.environ.get(SETTING, "cpu")
@@ -36,15 +31,9 @@ def asked() -> str:
     return _asked
 
 
-@contextmanager
-def asking(kind: str) -> Iterator[None]:
+def asking(kind: str) -> AbstractContextManager[str]:
     """Ranks started inside get this kind of device."""
-    global _asked
-    before, _asked = _asked, kind
-    try:
-        yield
-    finally:
-        _asked = before
+    return mock.patch(f"{__name__}._asked", kind)
 
 
 def for_ranks(world_size: int) -> list[Simulated | None]:
@@ -57,7 +46,8 @@ def for_ranks(world_size: int) -> list[Simulated | None]:
 
 def simulated(index: int, devices: int) -> Simulated:
     """A device with slow copies and collectives, whose memory the host may not touch."""
-    return Simulated(index, devices, _DELAY, _DELAY, protected=True)
+    # Slow enough that what does not wait for a copy or a collective reads the memory before it.
+    return Simulated(index, devices, copy_delay=0.002, comm_delay=0.002, protected=True)
 
 
 def for_launched() -> dict[str, str]:
@@ -100,7 +90,7 @@ def device_here() -> torch.device:
     return torch.device("cpu") if _own is None else torch.device("sim", _own.index)
 
 
-def mesh_here(**shape: int | None) -> "DeviceMesh":
+def mesh_here(**shape: int | None) -> DeviceMesh:
     """``fsdp_sft.build_mesh`` on the device that ranks compute on.
 
     Collective: all ranks.

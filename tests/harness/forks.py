@@ -9,7 +9,6 @@ import os
 import runpy
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,11 @@ from typing import Any
 from tests.harness.device import become, for_ranks
 from tests.simulated.device import Simulated
 
-_PRELOAD = ["tests.harness.preloaded"]
-
 
 def process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A process, not started yet, that will run ``target``, which must be at the top of its module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(["tests.harness.preloaded"])
     return context.Process(target=target, args=args, kwargs=kwargs)
 
 
@@ -86,19 +83,9 @@ def _as_main(
     os.chdir(script.parent)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
-    code = 1
     try:
         runpy.run_path(str(script), run_name="__main__")
         if simulated is not None:
             simulated.check()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    atexit._run_exitfuncs()  # a fork of multiprocessing ends without them
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)
+    finally:  # multiprocessing prints what is raised, and makes it the exit code
+        atexit._run_exitfuncs()  # a fork of multiprocessing ends without them

@@ -14,8 +14,9 @@ from tests.harness.models import FLOAT32, full, tiny_model
 
 def save_tiny(folder: Path, family: str = "llama", *, max_shard_size: str = "20KB", **overrides: Any) -> Path:
     """A bf16 checkpoint as plain ``save_pretrained`` writes it, in several files."""
-    model = tiny_model(family, dtype=torch.bfloat16, **overrides)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    tiny_model(family, dtype=torch.bfloat16, **overrides).save_pretrained(
+        folder, max_shard_size=max_shard_size
+    )
     return folder
 
 
@@ -39,6 +40,12 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], *, files: int = 1) -
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
+
+
+def configure(folder: Path, **fields: Any) -> None:
+    """Give fields of a folder's config other values."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def plain(folder: Path, *, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
@@ -91,11 +98,8 @@ def difference(model: Any, oracle: Any) -> list[str]:
         ):
             problems.append(f"{name}: {int((a != b).sum())} of {a.numel()} elements differ")
 
-    def flags(m: Any) -> dict[str, bool]:
-        return {name: p.requires_grad for name, p in m.named_parameters()}
-
-    if flags(model) != flags(oracle):
-        unlike = set(flags(model).items()) ^ set(flags(oracle).items())
+    ours, others = ({(n, p.requires_grad) for n, p in m.named_parameters()} for m in (model, oracle))
+    if unlike := ours ^ others:
         problems.append(f"ties or requires_grad differ: {sorted(unlike)[:4]}")
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         problems.append("something is on meta")

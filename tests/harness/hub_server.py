@@ -21,6 +21,12 @@ def serve(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """
     downloads: list[str] = []
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    model = {
+        "id": "someone/model",
+        "sha": COMMIT,
+        "siblings": [{"rfilename": name} for name in sorted(files)],
+    }
+    tree = [{"type": "file", "path": n, "size": len(d), "oid": n} for n, d in files.items()]
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -28,43 +34,34 @@ def serve(folder: Path) -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *_: Any) -> None:
             pass
 
-        def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
+        def do_GET(self) -> None:
+            name = self.path.partition("?")[0].rpartition("/")[2]
+            code, body, headers = 200, b"", {}
+            if "/api/models/" in self.path:
+                body = json.dumps(tree if "/tree/" in self.path else model).encode()
+                headers["Content-Type"] = "application/json"
+            elif name in files:
+                body = files[name]
+                headers["ETag"] = f'"{hashlib.sha256(body).hexdigest()}"'
+                if self.command == "GET":
+                    downloads.append(name)
+            else:
+                code, headers = 404, {"X-Error-Code": "EntryNotFound"}
             self.send_response(code)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
+            for header in {**headers, "X-Repo-Commit": COMMIT, "Content-Length": str(len(body))}.items():
+                self.send_header(*header)
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
 
-        def _file(self, name: str) -> None:
-            data, commit = files.get(name), {"X-Repo-Commit": COMMIT}
-            if data is None:
-                self._send(404, b"", {"X-Error-Code": "EntryNotFound", **commit})
-                return
-            if self.command == "GET":
-                downloads.append(name)
-            self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', **commit})
+        do_HEAD = do_GET
 
-        def do_HEAD(self) -> None:
-            self._file(self.path.rpartition("/")[2])
-
-        def do_GET(self) -> None:
-            if "/api/models/" not in self.path:
-                self._file(self.path.partition("?")[0].rpartition("/")[2])
-                return
-            found: Any = {"id": "someone/model", "sha": COMMIT}
-            found["siblings"] = [{"rfilename": name} for name in sorted(files)]
-            if "/tree/" in self.path:
-                found = [{"type": "file", "path": n, "size": len(d), "oid": n} for n, d in files.items()]
-            self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", downloads
-    finally:
-        server.shutdown()
-        server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", downloads
+        finally:
+            server.shutdown()
 
 
 def use_hub(address: str, cache: Path) -> None:

@@ -12,15 +12,16 @@ from tests.harness.places import EXAMPLES, ROOT
 
 EXAMPLE = EXAMPLES / "minimal_sft.py"
 PACED = Path(__file__).with_name("paced_example.py")
-GLOBAL_BATCH = 8  # rows, however many ranks share them
-# Everything that a launcher around the tests may have set.
-_LAUNCHERS = ("SLURM_", "SUBMITIT_", "TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_")
-_TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+# Beginnings of everything that a launcher around the tests may have set.
+_LAUNCHERS = (
+    *("SLURM_", "SUBMITIT_", "TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without any launcher's variables, with the package found from its source."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _TORCHRUN}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
     devices = for_launched()
     paths = (devices.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT), kept.get("PYTHONPATH"))
     path = os.pathsep.join(filter(None, paths))
@@ -31,13 +32,12 @@ def arguments(
     output: Path, *, ranks: int, steps: int, dtype: str = "float32", save_every: int = 1000
 ) -> list[str]:
     """The example's arguments, so that any number of ranks sees the same global batches."""
-    data = EXAMPLES / "data" / "chats.jsonl"
     options: dict[str, object] = {
-        "--data": data,
+        "--data": EXAMPLES / "data" / "chats.jsonl",
         "--output": output,
         "--steps": steps,
         "--save-every": save_every,
-        "--micro-batch-size": GLOBAL_BATCH // ranks,
+        "--micro-batch-size": 8 // ranks,
         "--dtype": dtype,
     }
     return [str(word) for pair in options.items() for word in pair]

@@ -29,6 +29,7 @@ _MODULES = (
 )
 _PACKAGES = ("fsdp_sft.", "tests.")
 # What the library and torch keep for the next call, in every process that goes on.
+_GROUPS = "torch.distributed.distributed_c10d._"  # a rank stays in its process group
 _KEPT = {
     "tempfile._name_sequence",
     "tempfile.tempdir",
@@ -39,10 +40,9 @@ _KEPT = {
     "fsdp_sft.dcp_io.retention._own_steps",
     "huggingface_hub.file_download._are_symlinks_supported_in_dir",
     "transformers.modeling_utils._CAN_RECORD_REGISTRY",
+    *(_GROUPS + name for name in ("backend", "default_pg_init_method", "group_count", "tags_to_pg")),
+    *(_GROUPS + "pg_" + name for name in ("map", "names", "group_ranks", "backend_config", "to_tag")),
 }
-_GROUPS = "torch.distributed.distributed_c10d._"  # a rank stays in its process group
-_KEPT |= {_GROUPS + name for name in ("backend", "default_pg_init_method", "group_count", "tags_to_pg")}
-_KEPT |= {_GROUPS + "pg_" + name for name in ("map", "names", "group_ranks", "backend_config", "to_tag")}
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Set by pytest for each phase of a test, and by torch when it first compiles.
 _NOBODYS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}
@@ -83,7 +83,9 @@ class State:
     """
 
     def __init__(self, before: "State | None" = None) -> None:
-        self.settings = {**settings(), "compiled": _compiled_frames()}
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        frames = 0 if dynamo is None else dynamo.counters["frames"]["total"]
+        self.settings = {**settings(), "compiled": frames}
         known = {} if before is None else before.modules
         self.modules: dict[str, _Names] = {}
         for name, module in list(sys.modules.items()):
@@ -91,10 +93,6 @@ class State:
                 seen = known.get(name)
                 same = seen is not None and seen.mark == seen.marked(module)
                 self.modules[name] = seen if same and seen is not None else _Names(name, module)
-
-    def renew(self) -> None:
-        """Take the settings anew, for a state in which names are known to be unchanged."""
-        self.settings.update(settings())
 
     def changes(self, after: "State") -> list[str]:
         """Names of what is not as it was; what is new counts as an import."""
@@ -122,7 +120,24 @@ class _Names:
         self.members: dict[str, Any] = {}
         self._containers: list[Any] = []
         for key, value in list(vars(module).items()):
-            self._add(name, key, value)
+            # By type(): to ask torch's deprecated objects for their class makes them warn.
+            kind = type(value)
+            if key.startswith("__") or issubclass(kind, (types.ModuleType, random.Random)):
+                continue
+            full = f"{name}.{key}"
+            self.values[full] = value
+            self.found[full] = sorted(value) if full == _REGISTRY else _identity(value)
+            if issubclass(kind, (dict, list, set)):
+                self._containers.append(value)
+            if issubclass(kind, list):
+                self.members[full] = list(value)
+            elif full in (_REGISTRY, _REGISTERED):
+                self.members[full] = None if value is None else value.copy()
+            if issubclass(kind, type) and (value.__module__ == name or name == "socket"):
+                self._containers.append(value)
+                members = {k: v for k, v in list(vars(value).items()) if k[:2] != "__"}
+                self.members[f"{full}()"] = members
+                self.found[f"{full}()"] = {k: _member_identity(v) for k, v in members.items()}
         self.mark = self.marked(module)
 
     def marked(self, module: types.ModuleType) -> Any:
@@ -132,26 +147,6 @@ class _Names:
         ]
         dicts = [tuple(map(id, c.values())) for c in self._containers if issubclass(type(c), dict)]
         return tuple(map(id, vars(module).values())), inner, dicts
-
-    def _add(self, name: str, key: str, value: Any) -> None:
-        # By type(): to ask torch's deprecated objects for their class makes them warn.
-        kind = type(value)
-        if key.startswith("__") or issubclass(kind, (types.ModuleType, random.Random)):
-            return
-        full = f"{name}.{key}"
-        self.values[full] = value
-        self.found[full] = sorted(value) if full == _REGISTRY else _identity(value)
-        if issubclass(kind, (dict, list, set)):
-            self._containers.append(value)
-        if issubclass(kind, list):
-            self.members[full] = list(value)
-        elif full in (_REGISTRY, _REGISTERED):
-            self.members[full] = None if value is None else value.copy()
-        if issubclass(kind, type) and (value.__module__ == name or name == "socket"):
-            self._containers.append(value)
-            members = {k: v for k, v in list(vars(value).items()) if k[:2] != "__"}
-            self.members[f"{full}()"] = members
-            self.found[f"{full}()"] = {k: _member_identity(k, v) for k, v in members.items()}
 
 
 def forget_remote_code() -> None:
@@ -228,7 +223,7 @@ def _put_members_back(owner: type, members: dict[str, Any]) -> None:
             setattr(owner, key, value)
 
 
-def _member_identity(key: str, value: Any) -> Any:
+def _member_identity(value: Any) -> Any:
     # torch wraps the step of an optimizer's class when it first makes one.
     return id(getattr(value, "__wrapped__", value) if getattr(value, "hooked", False) else value)
 
@@ -239,11 +234,4 @@ def _identity(value: Any) -> Any:
         return id(value), [(key, id(member)) for key, member in list(value.items())]
     if issubclass(kind, (list, set)):
         return id(value), len(value)
-    if kind in (int, str, bool, bytes):
-        return value
-    return id(value)
-
-
-def _compiled_frames() -> int:
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else dynamo.counters["frames"]["total"]
+    return value if kind in (int, str, bool, bytes) else id(value)

@@ -4,11 +4,10 @@ import itertools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import device_here
-from tests.harness.models import FLOAT32, VOCAB
+from tests.harness.models import FLOAT32, VOCAB, padded
 from tests.plain import gradients, mean_loss
 
 PACKED, PADDED, PLAIN = "packed", "padded", "plain"
@@ -32,17 +31,13 @@ def batch_of(rows: list[tuple[torch.Tensor, torch.Tensor]], kind: str) -> dict[s
     if kind == PACKED:
         ids, labels = (torch.cat([row[i] for row in rows])[None] for i in (0, 1))
         firsts = [0, *itertools.accumulate(len(row) for row, _ in rows)][:-1]
-        labels = labels.clone()
         labels[0, firsts] = -100  # the first token of a row follows on another row's last
         positions = torch.cat([torch.arange(len(row)) for row, _ in rows])[None]
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
-    width = max(len(row) for row, _ in rows)
-    ids = torch.stack([F.pad(row, (0, width - len(row))) for row, _ in rows])
-    labels = torch.stack([F.pad(label, (0, width - len(label)), value=-100) for _, label in rows])
+    batch = padded([{"input_ids": i, "labels": t, "attention_mask": torch.ones_like(i)} for i, t in rows])
     if kind == PLAIN:
-        return {"input_ids": ids, "labels": labels}
-    mask = torch.stack([(torch.arange(width) < len(row)).long() for row, _ in rows])
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        del batch["attention_mask"]
+    return batch
 
 
 def plain_loss(model: Any, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -14,9 +14,7 @@ from tests.harness.models import FLOAT32, full, tiny_model
 
 
 def loss_of_logits(hidden, weight, labels, bias=None, softcap=None, scale=None) -> torch.Tensor:
-    logits = hidden @ weight.T
-    logits = logits if bias is None else logits + bias
-    logits = logits if scale is None else logits * scale
+    logits = (hidden @ weight.T + (0 if bias is None else bias)) * (1 if scale is None else scale)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
 
@@ -64,8 +62,7 @@ def shard_by_heads(model: Any, *, own_group: bool = False, mesh_shape: Any = Non
         for modules in (*fs.find_blocks(model).values(), [embedding, head], model):
             fully_shard(modules, mesh=mesh, mp_policy=options.get("mp_policy", FLOAT32))
         return model
-    blocks = fs.find_blocks(model)
-    blocks = {**blocks, "lm_head": head} if own_group else blocks
+    blocks = {**fs.find_blocks(model), **({"lm_head": head} if own_group else {})}
     options = {"mp_policy": FLOAT32, "master_dtype": head.weight.dtype, **options}
     return fs.shard_model(model, mesh=mesh, blocks=blocks, **options)
 

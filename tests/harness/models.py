@@ -5,12 +5,14 @@ from typing import Any
 import torch
 import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from tests.plain import gradients as oracle_gradients, mean_loss as oracle_loss  # noqa: F401  by these names
 
 FLOAT32 = MixedPrecisionPolicy()  # computes in the dtype of the parameters, where the default is bfloat16
 VOCAB = 101  # not divisible by any number of ranks used here
+# Sizes of a decoder, but for its layers.
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -22,8 +24,7 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Sizes of a decoder, but for its layers."""
-
+# The same with multi-head latent attention and small experts, as in DeepSeek-V3.
 LATENT = {
     **TINY,
     "num_key_value_heads": 4,
@@ -34,96 +35,74 @@ LATENT = {
     "v_head_dim": 8,
     "moe_intermediate_size": 16,
 }
-"""The same with multi-head latent attention and small experts, as in DeepSeek-V3."""
+
+_DECODER = {**TINY, "num_hidden_layers": 3}
+# The class of each family, and its config.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _DECODER),
+    "qwen2": ("Qwen2ForCausalLM", {**_DECODER, "tie_word_embeddings": False}),
+    "qwen2-tied": ("Qwen2ForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {**_DECODER, "head_dim": 8}),
+    "qwen3-tied": ("Qwen3ForCausalLM", {**_DECODER, "head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {**_DECODER, "head_dim": 8, "final_logit_softcapping": 3.0, "tie_word_embeddings": False},
+    ),
+    "granite": ("GraniteForCausalLM", {**_DECODER, "logits_scaling": 4.0}),
+    "cohere": ("CohereForCausalLM", {**_DECODER, "logit_scale": 0.5}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {**_DECODER, "head_dim": 8, "sliding_window": 8, "layer_types": None},
+    ),
+    "mixtral": ("MixtralForCausalLM", {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": VOCAB,
+            "n_embd": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 128,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 3,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+        },
+    ),
+    "bert": (
+        "BertForSequenceClassification",
+        {
+            **{name: value for name, value in _DECODER.items() if name != "num_key_value_heads"},
+            "num_labels": 3,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+    ),
+}
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    common = {**TINY, "num_hidden_layers": 3}
-    no_kv = {name: value for name, value in common.items() if name != "num_key_value_heads"}
-    table = {
-        "llama": lambda: tf.LlamaConfig(**{**common, **overrides}),
-        "qwen2": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": False, **overrides}),
-        "qwen2-tied": lambda: tf.Qwen2Config(**{**common, "tie_word_embeddings": True, **overrides}),
-        "qwen3": lambda: tf.Qwen3Config(**{**common, "head_dim": 8, **overrides}),
-        "qwen3-tied": lambda: tf.Qwen3Config(
-            **{**common, "head_dim": 8, "tie_word_embeddings": True, **overrides}
-        ),
-        "gemma2": lambda: tf.Gemma2Config(
-            **{
-                **common,
-                "head_dim": 8,
-                "final_logit_softcapping": 3.0,
-                "tie_word_embeddings": False,
-                **overrides,
-            }
-        ),
-        "granite": lambda: tf.GraniteConfig(**{**common, "logits_scaling": 4.0, **overrides}),
-        "cohere": lambda: tf.CohereConfig(**{**common, "logit_scale": 0.5, **overrides}),
-        "gemma3": lambda: tf.Gemma3TextConfig(
-            **{**common, "head_dim": 8, "sliding_window": 8, "layer_types": None, **overrides}
-        ),
-        "mixtral": lambda: tf.MixtralConfig(
-            **{**common, "num_local_experts": 4, "num_experts_per_tok": 2, **overrides}
-        ),
-        "gpt2": lambda: tf.GPT2Config(
-            **{
-                "vocab_size": VOCAB,
-                "n_embd": 32,
-                "n_layer": 3,
-                "n_head": 4,
-                "n_positions": 128,
-                "resid_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "attn_pdrop": 0.0,
-                **overrides,
-            }
-        ),
-        "t5": lambda: tf.T5Config(
-            **{
-                "vocab_size": VOCAB,
-                "d_model": 32,
-                "d_kv": 8,
-                "d_ff": 48,
-                "num_layers": 3,
-                "num_heads": 4,
-                "dropout_rate": 0.0,
-                "decoder_start_token_id": 0,
-                "pad_token_id": 0,
-                **overrides,
-            }
-        ),
-        "bert": lambda: tf.BertConfig(
-            **{
-                **no_kv,
-                "num_labels": 3,
-                "hidden_dropout_prob": 0.0,
-                "attention_probs_dropout_prob": 0.0,
-                **overrides,
-            }
-        ),
-    }
-    return table[family]()
+    name, fields = FAMILIES[family]
+    return getattr(tf, name).config_class(**{**fields, **overrides})
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    classes = {
-        "llama": "LlamaForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen2-tied": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3-tied": "Qwen3ForCausalLM",
-        "gemma2": "Gemma2ForCausalLM",
-        "granite": "GraniteForCausalLM",
-        "cohere": "CohereForCausalLM",
-        "gemma3": "Gemma3ForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-        "gpt2": "GPT2LMHeadModel",
-        "t5": "T5ForConditionalGeneration",
-        "bert": "BertForSequenceClassification",
-    }
     config = tiny_config(family, **overrides)
     torch.manual_seed(seed)
-    model = getattr(tf, classes[family])(config)
+    model = getattr(tf, FAMILIES[family][0])(config)
     # The default initialisation is so small that gradients hardly depend on the inputs.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,32 +123,34 @@ def ragged_batches(
         return int(torch.randint(low, high, (1,), generator=generator))
 
     batches = []
-    for index in range(count):
-        lengths = [draw(4, longest) for _ in range(batch_size)]
-        width = max(lengths)
-        ids = torch.zeros(batch_size, width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        labels = torch.full_like(ids, -100)
-        for row, length in enumerate(lengths):
-            ids[row, :length] = torch.randint(3, VOCAB, (length,), generator=generator)
-            mask[row, :length] = 1
-            start = draw(1, length)
-            labels[row, start:length] = ids[row, start:length]
-        if count > 1 and index == count - 1:
-            labels[:] = -100
-        batches.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    for _ in range(count):
+        rows = []
+        for length in [draw(4, longest) for _ in range(batch_size)]:
+            ids = torch.randint(3, VOCAB, (length,), generator=generator)
+            labels = ids.where(torch.arange(length) >= draw(1, length), -100)
+            rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+        batches.append(padded(rows))
+    if count > 1:
+        batches[-1]["labels"][:] = -100
     return batches
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows of unequal lengths as one batch."""
+    return {
+        name: pad_sequence([row[name] for row in rows], True, -100 if name == "labels" else 0)
+        for name in rows[0]
+    }
 
 
 def windows_of_rank(micro_batches: int, device: torch.device | None = None) -> list[list[dict[str, Any]]]:
     """Four windows of this rank, on the host or a device; without masks, whose values transformers reads."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     drawn = [ragged_batches(micro_batches * ranks, seed=seed)[rank::ranks] for seed in range(4)]
-    for window in drawn:
-        for batch in window:
-            del batch["attention_mask"]
-            batch.update({name: value.to(device) for name, value in batch.items()} if device else {})
-    return drawn
+    return [
+        [{n: v.to(device or "cpu") for n, v in batch.items() if n != "attention_mask"} for batch in window]
+        for window in drawn
+    ]
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor | None:

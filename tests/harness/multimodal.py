@@ -21,19 +21,6 @@ QWEN_VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_head
 SECTIONS = {"mrope_section": [1, 1, 2], "rope_type": "default"}
 AXES = {**SECTIONS, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 GLM_VISION = {**QWEN_VISION, "image_size": 28, "patch_size": 14}
-EXPERTS = {
-    "moe_intermediate_size": 16,
-    "num_experts_per_tok": 2,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
-MODAL_EXPERTS = {
-    "moe_intermediate_size": [16, 16],
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    "mlp_layer_types": ["dense", "sparse"],
-}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llava": lambda: tf.LlavaConfig(
@@ -66,10 +53,28 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         text_config={**TEXT, "rope_parameters": {**AXES}}, vision_config=GLM_VISION
     ),
     "glm4v-moe": lambda: tf.Glm4vMoeConfig(
-        text_config={**TEXT, **EXPERTS, "head_dim": 8, "rope_parameters": {**AXES}}, vision_config=GLM_VISION
+        text_config={
+            **TEXT,
+            "head_dim": 8,
+            "rope_parameters": {**AXES},
+            "moe_intermediate_size": 16,
+            "num_experts_per_tok": 2,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+        vision_config=GLM_VISION,
     ),
     "ernie-vl": lambda: tf.Ernie4_5_VLMoeConfig(
-        text_config={**TEXT, **MODAL_EXPERTS, "rope_parameters": {**AXES}}, vision_config=GLM_VISION
+        text_config={
+            **TEXT,
+            "rope_parameters": {**AXES},
+            "moe_intermediate_size": [16, 16],
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        vision_config=GLM_VISION,
     ),
 }
 

@@ -11,10 +11,8 @@ from tests.plain import gradients
 
 def row(*ids: int, targets: int | None = None) -> dict[str, list[int]]:
     """A row that trains its last ``targets`` tokens, or all."""
-    labels = list(ids)
-    if targets is not None:
-        labels[: len(ids) - targets] = [-100] * (len(ids) - targets)
-    return {"input_ids": list(ids), "labels": labels}
+    ignored = 0 if targets is None else len(ids) - targets
+    return {"input_ids": list(ids), "labels": [-100] * ignored + list(ids[ignored:])}
 
 
 def drawn_rows(count: int, *, longest: int = 24, seed: int = 3) -> list[dict[str, list[int]]]:

@@ -4,6 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -11,8 +12,5 @@ EXAMPLES = ROOT / "examples"
 
 def script(name: str, folder: Path = EXAMPLES) -> Any:
     """A script of examples/ as a module; it finds its neighbours as it does when it runs."""
-    sys.path.insert(0, str(folder))
-    try:
+    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
         return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(folder))

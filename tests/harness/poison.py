@@ -24,6 +24,5 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def is_poisoned() -> bool:
-    """Whether fresh memory holds NaN now."""
-    return torch.are_deterministic_algorithms_enabled()
+# Whether fresh memory holds NaN now.
+is_poisoned = torch.are_deterministic_algorithms_enabled

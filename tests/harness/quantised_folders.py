@@ -1,6 +1,5 @@
 """Folders in quantised formats, written by hand, and the values that they hold."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from fsdp_sft._tensors import packed
 from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.stored import InFile, Stored, file_header
-from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
-from tests.harness.quantised_weights import Written
+from tests.harness.hf_folders import configure, rewrite, save_tiny, tensors_of
+from tests.harness.quantised_weights import Written, mxfp4_experts
 
 # Rows and columns that neither blocks of 128 nor 3 ranks divide.
 UNEVEN = {
@@ -27,22 +26,15 @@ UNEVEN = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-_BLOCK = 16
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def configure(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def fp8_folder(folder: Path) -> dict[str, torch.Tensor]:
+def fp8_folder(folder: Path, config: Any = None, *, block: int = 16) -> dict[str, torch.Tensor]:
     """A folder in FP8 with a scale for each block, and its values."""
-    config = transformers.LlamaConfig(
+    tiny = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    return quantise(folder)
+    transformers.AutoModelForCausalLM.from_config(config or tiny).bfloat16().save_pretrained(folder)
+    return quantise(folder, block=block)
 
 
 def mxfp4_folder(folder: Path, config: Any = None) -> dict[str, torch.Tensor]:
@@ -57,12 +49,9 @@ def mxfp4_folder(folder: Path, config: Any = None) -> dict[str, torch.Tensor]:
         if not name.endswith(("gate_up_proj", "down_proj")):
             stored[name] = values[name] = weight.bfloat16()
             continue
-        experts, within, out = weight.shape
-        blocks = torch.randint(0, 256, (experts, out, within // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(118, 124, (experts, out, within // 32), dtype=torch.uint8)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        nibbles = torch.stack([_E2M1[(blocks & 15).long()], _E2M1[(blocks >> 4).long()]], -1).flatten(-2)
-        values[name] = (nibbles * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).mT.bfloat16()
+        made = mxfp4_experts(*weight.shape, least=118)
+        stored |= {f"{name}{ending}": part for ending, part in made.tensors.items()}
+        values[name] = made.values.bfloat16()
     model.save_pretrained(folder)
     rewrite(folder, stored)
     configure(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
@@ -75,8 +64,7 @@ def fp8_experts_folder(folder: Path) -> None:
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
         num_key_value_heads=2, num_local_experts=2,
     )  # fmt: skip
-    transformers.MixtralForCausalLM(config).bfloat16().save_pretrained(folder)
-    quantise(folder)
+    fp8_folder(folder, config)
 
 
 def quantised(
@@ -97,38 +85,33 @@ def quantised(
         save_tiny(folder / name, family, **sizes)
     published = {name: t.float() for name, t in tensors_of(folder / "published").items()}
     stored: dict[str, torch.Tensor] = {}
-    made = None
     for name, tensor in list(published.items()):
-        module = name.removesuffix(".weight")
         if marked in name and tensor.ndim == 2:
             made = make(*tensor.shape)
             published[name] = made.values
-            stored |= {f"{module}{ending}": part for ending, part in made.tensors.items()}
+            stored |= {
+                f"{name.removesuffix('.weight')}{ending}": part for ending, part in made.tensors.items()
+            }
         else:
             stored[name] = tensor.bfloat16()
-    assert made is not None
     rewrite(folder / "published", published)
     rewrite(folder / "stored", stored, files=files)
     configure(folder / "stored", quantization_config=made.settings)
     return made
 
 
-def _in_blocks(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A matrix in FP8, a scale for each block, and the values that they hold."""
-    rows, columns = weight.shape
-    scale = torch.rand(-(-rows // block), -(-columns // block)) / 1000 + 1e-3
-    spread = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
-    stored = (weight.float() / spread).to(torch.float8_e4m3fn)
-    return stored, scale, stored.float() * spread
-
-
-def quantise(folder: Path, values: Path | None = None, *, block: int = _BLOCK) -> dict[str, torch.Tensor]:
+def quantise(folder: Path, values: Path | None = None, *, block: int = 16) -> dict[str, torch.Tensor]:
     """Put projections and experts of a folder into FP8; what they hold in float32, also as a folder."""
     stored, plain = {}, {}
     for name, weight in tensors_of(folder).items():
         stored[name] = plain[name] = weight
         if weight.ndim == 2 and ("_proj" in name or ".experts." in name):
-            stored[name], stored[f"{name}_scale_inv"], plain[name] = _in_blocks(weight, block)
+            rows, columns = weight.shape
+            scale = torch.rand(-(-rows // block), -(-columns // block)) / 1000 + 1e-3
+            spread = torch.kron(scale, torch.ones(block, block))[:rows, :columns]
+            stored[name] = (weight.float() / spread).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            plain[name] = stored[name].float() * spread
     rewrite(folder, stored, files=3)
     if values is not None:
         rewrite(values, plain)
@@ -146,8 +129,7 @@ def deepseek_folder(folder: Path) -> dict[str, torch.Tensor]:
         topk_group=2, first_k_dense_replace=1, max_position_embeddings=128, rope_parameters=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    return {name: tensor.float() for name, tensor in quantise(folder, block=128).items()}
+    return {name: tensor.float() for name, tensor in fp8_folder(folder, config, block=128).items()}
 
 
 def opened(folder: Path, made: Written, name: str = "m") -> dict[str, Stored]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 
 @dataclass
@@ -58,10 +58,6 @@ def _scales(*shape: int) -> torch.Tensor:
     return torch.rand(*shape) / 50 + 0.001
 
 
-def _e2m1(code: int) -> float:
-    return -E2M1[code & 7] if code & 8 else E2M1[code & 7]
-
-
 def fp8_block(
     rows: int, columns: int, block: tuple[int, int] = (128, 128), scales: str = "float32"
 ) -> Written:
@@ -77,8 +73,11 @@ def fp8_block(
         kept = exponents if scales == "uint8" else exponents.view(torch.float8_e8m0fnu)
         s = [[2.0 ** (e - 127) for e in row] for row in exponents.tolist()]
     values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i // down][j // across]))
-    settings = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}
-    return Written({".weight": stored, ".weight_scale_inv": kept}, values, settings)
+    return Written(
+        {".weight": stored, ".weight_scale_inv": kept},
+        values,
+        {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"},
+    )
 
 
 def fp8_tensor(rows: int, columns: int) -> Written:
@@ -86,9 +85,11 @@ def fp8_tensor(rows: int, columns: int) -> Written:
     stored, q = _fp8(rows, columns)
     scale = _scales(1).reshape(())
     values = _loop(rows, columns, lambda i, j: f32(q[i][j] * scale.item()))
-    tensors = {".weight": stored, ".weight_scale_inv": scale, ".activation_scale": _scales(1).reshape(())}
-    settings = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
-    return Written(tensors, values, settings)
+    return Written(
+        {".weight": stored, ".weight_scale_inv": scale, ".activation_scale": _scales(1).reshape(())},
+        values,
+        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
+    )
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -104,30 +105,13 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
 def _fp4(rows: int, columns: int) -> tuple[torch.Tensor, list[list[float]]]:
     packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
     codes = [[half for byte in row for half in (byte & 15, byte >> 4)] for row in packed.tolist()]
-    return packed, [[_e2m1(code) for code in row] for row in codes]
+    return packed, [[E2M1[code] for code in row] for row in codes]
 
 
-def mxfp4_experts(experts: int, rows: int, columns: int) -> Written:
-    """gpt-oss: blocks of 32 in 16 bytes; the model has the transpose (transformers/integrations/mxfp4.py)."""
-    blocks, scales, values = [], [], []
-    for _ in range(experts):
-        packed, q = _fp4(columns, rows)
-        exponents = torch.randint(110, 124, (columns, rows // 32), dtype=torch.uint8)
-        e = exponents.tolist()
-        values.append(
-            _loop(rows, columns, lambda i, j, q=q, e=e: f32(math.ldexp(q[j][i], e[j][i // 32] - 127)))
-        )
-        blocks.append(packed.view(columns, rows // 32, 16))
-        scales.append(exponents)
-    tensors = {"_blocks": torch.stack(blocks), "_scales": torch.stack(scales)}
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    return Written(tensors, torch.stack(values), settings)
-
-
-def mxfp4_compressed(rows: int, columns: int) -> Written:
-    """compressed-tensors, MXFP4."""
+def mxfp4_compressed(rows: int, columns: int, least: int = 110) -> Written:
+    """compressed-tensors, MXFP4; the exponents of its scales begin at ``least``."""
     packed, q = _fp4(rows, columns)
-    exponents = torch.randint(110, 124, (rows, math.ceil(columns / 32)), dtype=torch.uint8)
+    exponents = torch.randint(least, 124, (rows, math.ceil(columns / 32)), dtype=torch.uint8)
     e = exponents.tolist()
     values = _loop(rows, columns, lambda i, j: f32(math.ldexp(q[i][j], e[i][j // 32] - 127)))
     settings = _compressed(
@@ -136,16 +120,27 @@ def mxfp4_compressed(rows: int, columns: int) -> Written:
     return Written({".weight_packed": packed, ".weight_scale": exponents}, values, settings)
 
 
+def mxfp4_experts(experts: int, rows: int, columns: int, least: int = 110) -> Written:
+    """gpt-oss: blocks of 32 in 16 bytes; the model has the transpose (transformers/integrations/mxfp4.py)."""
+    made = [mxfp4_compressed(columns, rows, least) for _ in range(experts)]
+    blocks = torch.stack([one.tensors[".weight_packed"].view(columns, rows // 32, 16) for one in made])
+    scales = torch.stack([one.tensors[".weight_scale"] for one in made])
+    return Written(
+        {"_blocks": blocks, "_scales": scales},
+        torch.stack([one.values.mT for one in made]),
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    )
+
+
 def nvfp4(rows: int, columns: int, tool: str = "compressed-tensors") -> Written:
     """NVFP4: compressed-tensors divides the scales by a number, ModelOpt multiplies them, both at first."""
     packed, q = _fp4(rows, columns)
     codes = torch.randint(1, 127, (rows, math.ceil(columns / 16)), dtype=torch.uint8)
     s = [[_e4m3(code) for code in row] for row in codes.tolist()]
     scale, whole = codes.view(torch.float8_e4m3fn), torch.rand(()) * 300 + 1
+    whole = 1 / whole if tool == "modelopt" else whole
     g = whole.item()
     if tool == "modelopt":
-        whole = 1 / whole
-        g = whole.item()
         values = _loop(rows, columns, lambda i, j: f32(q[i][j] * f32(s[i][j // 16] * g)))
         tensors = {
             ".weight": packed,
@@ -169,12 +164,14 @@ def nvfp4(rows: int, columns: int, tool: str = "compressed-tensors") -> Written:
 
 def _words(numbers: list[list[int]]) -> torch.Tensor:
     """Rows of numbers of 4 bits packed in words of 32, the lowest first."""
-    packed = []
-    for row in numbers:
-        big = sum(number << 4 * place for place, number in enumerate(row))
-        packed.append([(big >> 32 * word) & 0xFFFFFFFF for word in range(len(row) // 8)])
-    signed = [[word - (1 << 32) if word >> 31 else word for word in row] for row in packed]
-    return torch.tensor(signed, dtype=torch.int32)
+    packed = [
+        [
+            sum(n << 4 * place for place, n in enumerate(row[first : first + 8]))
+            for first in range(0, len(row), 8)
+        ]
+        for row in numbers
+    ]
+    return torch.tensor(packed, dtype=torch.uint32).view(torch.int32)
 
 
 def int4(rows: int, columns: int, group: int | None = 32) -> Written:
@@ -226,12 +223,14 @@ def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Wri
         absmax = _scales(blocks)
         a = absmax.tolist()
         tensors[".weight.absmax"] = absmax
-    flat = [f32(t[code] * a[at // block]) for at, code in enumerate(codes)]
-    values = torch.tensor(flat, dtype=torch.float32).view(rows, columns)
+    values = _loop(rows, columns, lambda i, j: f32(t[codes[i * columns + j]] * a[(i * columns + j) // block]))
     text = json.dumps(state).encode()
     tensors[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
-    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    return Written(tensors, values, settings)
+    return Written(
+        tensors,
+        values,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    )
 
 
 def nf4_as_bfloat16(rows: int, columns: int) -> Written:
@@ -265,11 +264,6 @@ DEEPSEEK_V4 = {
     "expert_dtype": "fp4",
 }
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
-# compressed-tensors' own names: FP8_DYNAMIC has a scale for each row, FP8_BLOCK and MXFP8 for blocks.
-_CHANNEL = _compressed("float-quantized", **_FP8, strategy="channel")
-_BLOCK = _compressed("float-quantized", **_FP8, strategy="block", block_structure=[128, 128])
-_MXFP8 = _compressed("mxfp8-quantized", **_FP8, strategy="group", group_size=32)
-_MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
 _SCALE = {"weight_scale_inv": "weight_scale"}
 
 FORMATS: dict[str, Callable[[int, int], Written]] = {
@@ -281,11 +275,27 @@ FORMATS: dict[str, Callable[[int, int], Written]] = {
     ),
     "fp4 of deepseek-v4": _fp4_of_deepseek,
     "fp8 per tensor": fp8_tensor,
-    "fp8 per channel": lambda r, c: _renamed(fp8_block(r, c, (1, c), "bfloat16"), _CHANNEL, **_SCALE),
-    "fp8 block, compressed-tensors": lambda r, c: _renamed(fp8_block(r, c), _BLOCK, **_SCALE),
-    "mxfp8": lambda r, c: _renamed(fp8_block(r, c, (1, 32), "uint8"), _MXFP8, **_SCALE),
+    # compressed-tensors' own names: FP8_DYNAMIC has a scale for each row, FP8_BLOCK and MXFP8 for blocks.
+    "fp8 per channel": lambda r, c: _renamed(
+        fp8_block(r, c, (1, c), "bfloat16"),
+        _compressed("float-quantized", **_FP8, strategy="channel"),
+        **_SCALE,
+    ),
+    "fp8 block, compressed-tensors": lambda r, c: _renamed(
+        fp8_block(r, c),
+        _compressed("float-quantized", **_FP8, strategy="block", block_structure=[128, 128]),
+        **_SCALE,
+    ),
+    "mxfp8": lambda r, c: _renamed(
+        fp8_block(r, c, (1, 32), "uint8"),
+        _compressed("mxfp8-quantized", **_FP8, strategy="group", group_size=32),
+        **_SCALE,
+    ),
     "fp8 of modelopt": lambda r, c: _renamed(
-        fp8_tensor(r, c), _MODELOPT, **_SCALE, activation_scale="input_scale"
+        fp8_tensor(r, c),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        **_SCALE,
+        activation_scale="input_scale",
     ),
     "mxfp4": mxfp4_compressed,
     "nvfp4": nvfp4,
@@ -313,25 +323,21 @@ TABLE = torch.tensor(
 
 def in_nf4(weight: torch.Tensor) -> torch.Tensor:
     """The values of a matrix or a stack of them in NF4."""
-    values = torch.empty(weight.shape)
-    for row, packed in zip(weight.float().flatten(0, -2), values.flatten(0, -2), strict=True):
-        for first in range(0, len(row), 64):
-            block = row[first : first + 64]
-            largest = block.abs().max().bfloat16().float()
-            nearest = (block[:, None] / largest - TABLE).abs().argmin(1)
-            packed[first : first + 64] = TABLE[nearest] * largest
-    return values
+    packed = []
+    for block in weight.float().split(64, -1):
+        largest = block.abs().amax(-1, keepdim=True).bfloat16().float()
+        nearest = ((block / largest)[..., None] - TABLE).abs().argmin(-1)
+        packed.append(TABLE[nearest] * largest)
+    return torch.cat(packed, -1)
 
 
 def in_fp8(weight: torch.Tensor) -> torch.Tensor:
     """The values of a matrix or a stack of them in FP8."""
-    values = torch.empty(weight.shape)
-    for row, packed in zip(weight.float().flatten(0, -2), values.flatten(0, -2), strict=True):
-        for first in range(0, len(row), 128):
-            scale = row[first : first + 128].abs().max() / 448
-            eight = (row[first : first + 128] / scale).to(torch.float8_e4m3fn)
-            packed[first : first + 128] = eight.float() * scale
-    return values
+    packed = []
+    for block in weight.float().split(128, -1):
+        scale = block.abs().amax(-1, keepdim=True) / 448
+        packed.append((block / scale).to(torch.float8_e4m3fn).float() * scale)
+    return torch.cat(packed, -1)
 
 
 def is_packed(name: str, weight: torch.Tensor) -> bool:

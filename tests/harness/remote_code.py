@@ -1,13 +1,12 @@
 """Checkpoints that bring their own modeling code, and a cache of the test's own for it."""
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
+from tests.harness.hf_folders import configure, rewrite, save_tiny, tensors_of
 
 CONFIG = """
 from transformers import LlamaConfig
@@ -66,8 +65,8 @@ def save_with_code(folder: Path, parts: str = PARTS, **extra: torch.Tensor) -> P
     save_tiny(folder)
     for name, text in (("configuration_own", CONFIG), ("modeling_own", MODEL), ("parts_own", parts)):
         (folder / f"{name}.py").write_text(text)
-    config = json.loads((folder / "config.json").read_text())
-    config.update(
+    configure(
+        folder,
         model_type="own-llama",
         architectures=["OwnForCausalLM"],
         offset=2.0,
@@ -76,10 +75,8 @@ def save_with_code(folder: Path, parts: str = PARTS, **extra: torch.Tensor) -> P
             "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
         },
     )
-    (folder / "config.json").write_text(json.dumps(config))
-    own = {
-        f"model.norm.{name}": tensor for name, tensor in (extra or {"offset": torch.tensor(0.625)}).items()
-    }
+    extra = extra or {"offset": torch.tensor(0.625)}
+    own = {f"model.norm.{name}": tensor for name, tensor in extra.items()}
     rewrite(folder, {**tensors_of(folder), **own}, files=2)
     return folder
 

@@ -74,7 +74,7 @@ class _Served:
             LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(self._world_size)
         )
         before = self._state or leftovers.State()
-        before.renew()
+        before.settings.update(leftovers.settings())  # names are known to be unchanged
         torch.manual_seed(0)
         faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
         try:
@@ -88,7 +88,9 @@ class _Served:
             is_in_group = dist.is_initialized() and dist.group.WORLD is self._world
             if is_in_group:
                 dist.barrier()
-                self._end_other_groups()
+                agree._groups.clear()  # a group that was ended lives on while anything refers to it
+                for group in [g for g in dist.distributed_c10d._world.pg_map if g is not self._world]:
+                    dist.destroy_process_group(group)
             forget_meshes()
             mesh._made.clear()
             leftovers.forget_remote_code()
@@ -120,10 +122,3 @@ class _Served:
                 timeout=timeout,
             )
         self._world = dist.group.WORLD
-
-    def _end_other_groups(self) -> None:
-        """End the groups that a task has made."""
-        agree._groups.clear()  # a group that was ended lives on while anything refers to it
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not self._world:
-                dist.destroy_process_group(group)

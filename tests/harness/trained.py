@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
@@ -13,6 +14,7 @@ from tests.harness.packs import assert_same as assert_same
 HSDP = {"dp_replicate": 2}
 DDP = {"dp_replicate": 2, "dp_shard": 1}
 BATCHES = ragged_batches(9)[:8]
+this_rank = torch.distributed.get_rank
 
 
 class Extra(nn.Module):
@@ -90,28 +92,22 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
     reshard(model)
     state = {f"model/{n}": full(t).detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
-    for name, parameter in model.named_parameters() if optimizer is not None else ():
+    if optimizer is None:
+        return state
+    for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"{name}/{key}"] = (
-                full(value).detach().clone() if isinstance(value, torch.Tensor) else value
-            )
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+            state[f"{name}/{key}"] = full(value).detach().clone() if torch.is_tensor(value) else value
+    for index, group in enumerate(optimizer.param_groups):
         state.update({f"group/{index}/{k}": v for k, v in group.items() if k != "params"})
     return state
 
 
-def this_rank() -> int:
-    return torch.distributed.get_rank()
-
-
+@torch.no_grad()
 def spread(model: Any) -> None:
     """Give adapters whose product is zero values of their own, the same at any number of ranks."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
-            with torch.no_grad():
-                if isinstance(parameter, torch.distributed.tensor.DTensor):
-                    values = torch.distributed.tensor.distribute_tensor(
-                        values, parameter.device_mesh, parameter.placements
-                    )
-                parameter.copy_(values)
+            if isinstance(parameter, DTensor):
+                values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+            parameter.copy_(values)

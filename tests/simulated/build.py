@@ -40,15 +40,11 @@ def folder() -> Path:
     if compiler is None:
         raise NoCompilerError("the simulated accelerator is C++, and neither g++ nor c++ is on the PATH")
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:
+    with open(cache / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=cache) as temporary:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            temporary = Path(tempfile.mkdtemp(dir=cache))
-            try:
-                _compile(compiler, temporary)
-                os.rename(temporary, target)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            _compile(compiler, Path(temporary))
+            os.rename(temporary, target)
     return target
 
 
@@ -78,14 +74,20 @@ def _compile(compiler: str, folder: Path) -> None:
     everything.write_text("".join(f'#include "{source.resolve()}"\n' for source in sources))
     module = package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", f"-Wl,-rpath,{root / 'lib'}"]
-    _run([compiler, *flags, str(everything), "-shared", f"-L{root / 'lib'}", *libraries, "-o", str(module)])
-    everything.unlink()
-
-
-def _run(command: list[str]) -> None:
+    command = [
+        compiler,
+        *flags,
+        str(everything),
+        "-shared",
+        f"-L{root / 'lib'}",
+        *libraries,
+        "-o",
+        str(module),
+    ]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise RuntimeError(f"{command!r} failed:\n{done.stderr[-4000:]}")
+    everything.unlink()
 
 
 if __name__ == "__main__":

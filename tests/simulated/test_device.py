@@ -151,33 +151,22 @@ def test_memory_is_counted_as_the_caching_allocator_of_cuda_counts_it() -> None:
 SECONDS = 2.0
 
 
-def _group() -> Any:
-    """A group with a short time-out, whose failures raise; by default they would end the process."""
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
-    return dist.new_group(backend="cpu:gloo,sim:simccl", timeout=timedelta(seconds=SECONDS))
-
-
-def _reduce(group: Any, elements: int = 4) -> None:
-    tensor = torch.ones(elements, device="sim")
-    dist.all_reduce(tensor, group=group)
-    tensor.tolist()
-
-
 def _differ(how: str) -> tuple[str, float, float]:
     """What a failing collective raises, how long a call takes, and how long it is waited for."""
-    group, rank = _group(), dist.get_rank()
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"  # failures raise; by default they end the process
+    group = dist.new_group(backend="cpu:gloo,sim:simccl", timeout=timedelta(seconds=SECONDS))
     dist.barrier()
     start = time.monotonic()
     dist.all_reduce(torch.ones(1, device="sim"), group=group, async_op=True).wait()
     queued = time.monotonic() - start
     message = ""
     try:
-        if how == "sizes":
-            _reduce(group, 4 + rank)
-        elif rank == 0:
-            _reduce(group)
-        else:  # stays away
+        if how == "away" and dist.get_rank() == 1:
             time.sleep(1.5 * SECONDS)
+        else:
+            tensor = torch.ones(4 + dist.get_rank(), device="sim")
+            dist.all_reduce(tensor, group=group)
+            tensor.tolist()
     except dist.DistBackendError as error:
         message = str(error)
     return message, queued, time.monotonic() - start
@@ -200,20 +189,21 @@ def test_ranks_that_differ_hang_until_the_time_out(how: str, says: str) -> None:
 
 # --- results are the CPU's, bit by bit ---------------------------------------------------------------------
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     # Not chunked: the device has products of 16 bits into 32, which the loss takes where it finds them.
-    "bfloat16": ("llama", {}, {"mp_policy": BF16, "loss_impl": "logits"}),
+    "bfloat16": (
+        "llama",
+        {},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "loss_impl": "logits"},
+    ),
     "dropout": ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}, {}),
 }
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
-    hashed = hashlib.sha256()
-    for tensor in tensors:
-        hashed.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return hashed.hexdigest()
+    bits = [tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    return hashlib.sha256(b"".join(bits)).hexdigest()
 
 
 def _train(
@@ -247,13 +237,12 @@ def test_training_is_the_cpus_bit_by_bit(name: str) -> None:
 
 def _convolved(x: torch.Tensor) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for make in (
-        lambda: nn.Conv1d(16, 4, 3, padding=2, stride=2, groups=2),
-        lambda: nn.Conv1d(16, 16, 3, bias=False),
-        lambda: nn.ConvTranspose1d(16, 4, 3, groups=2),
+    for own in (
+        nn.Conv1d(16, 4, 3, padding=2, stride=2, groups=2),
+        nn.Conv1d(16, 16, 3, bias=False),
+        nn.ConvTranspose1d(16, 4, 3, groups=2),
     ):
-        torch.manual_seed(0)
-        module, values = make().to(x.device), x.view(2, 16, 16).detach().requires_grad_()
+        module, values = own.to(x.device), x.view(2, 16, 16).detach().requires_grad_()
         module(values).square().sum().backward()
         found += [p.grad for p in (values, *module.parameters()) if p.grad is not None]
     return found

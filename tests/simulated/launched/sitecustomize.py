@@ -8,8 +8,6 @@ import atexit
 import os
 import sys
 
-LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
-
 
 def _check() -> None:
     try:
@@ -19,7 +17,7 @@ def _check() -> None:
         os._exit(1)  # an exit code cannot be changed here otherwise
 
 
-found = [os.environ[name] for name in LOCAL_RANKS if name in os.environ]
+found = [os.environ[name] for name in ("LOCAL_RANK", "SLURM_LOCALID") if name in os.environ]
 if found and "FSDP_SFT_LAUNCHED_DEVICES" in os.environ:
     from tests.harness.device import simulated
 

@@ -14,6 +14,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from simdev import _C
+from torch.accelerator import (  # noqa: F401  as torch.sim has them
+    current_stream,
+    empty_cache,
+    get_memory_info as mem_get_info,
+    max_memory_allocated,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_peak_memory_stats,
+    synchronize,
+)
 
 torch.utils.rename_privateuse1_backend("sim")
 
@@ -21,9 +32,7 @@ torch.utils.rename_privateuse1_backend("sim")
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device=None, priority=0, **kwargs):
-        if "stream_id" in kwargs:
-            return super().__new__(cls, **kwargs)
+    def __new__(cls, device=None, priority=0):
         return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
 
 
@@ -32,41 +41,21 @@ class Event(torch.Event):
         return super().__new__(cls, device="sim", enable_timing=enable_timing)
 
 
-class device:
+class device(torch.accelerator.device_index):
     """A context in which a device is the current one."""
 
     def __init__(self, device):
-        self.index = torch.device(device).index if not isinstance(device, int) else device
-        self.before = None
-
-    def __enter__(self):
-        self.before = current_device()
-        if self.index is not None and self.index >= 0:
-            set_device(self.index)
-
-    def __exit__(self, *_):
-        set_device(self.before)
+        super().__init__(None if device == -1 else _index(device))
 
 
-class StreamContext:
+def stream(stream):
     """A context in which a stream is the current one, and its device the current device."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __enter__(self):
-        if self.stream is not None:
-            self.device = current_device()
-            self.before = current_stream(self.stream.device)
-            torch.accelerator.set_stream(self.stream)
-
-    def __exit__(self, *_):
-        if self.stream is not None:
-            torch.accelerator.set_stream(self.before)
-            set_device(self.device)
-
-
-stream = StreamContext
+    if stream is None:
+        return contextlib.nullcontext()
+    # A stream of torch is a context, but only once at a time, so another object for it is given out.
+    return torch.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 def is_available():
@@ -80,11 +69,8 @@ def is_initialized():
 _initialized = True  # or torch's checkpoint takes the device for unused, and keeps no random state of it
 
 
-def init():
+def _lazy_init():
     pass
-
-
-_lazy_init = init
 
 
 def _is_in_bad_fork():
@@ -95,13 +81,7 @@ device_count, current_device = _C.device_count, _C.current_device
 
 
 def set_device(device):
-    index = device if isinstance(device, int) else torch.device(device).index
-    if index is not None:
-        _C.set_device(index)
-
-
-current_stream = torch.accelerator.current_stream
-synchronize = torch.accelerator.synchronize
+    _C.set_device(_index(device))
 
 
 def _index(device):
@@ -139,26 +119,6 @@ def get_device_properties(device=None):
     )
 
 
-class _Backend(types.ModuleType):
-    """``torch.backends.sim``."""
-
-    @staticmethod
-    def is_flash_attention_available():
-        return True  # for rows of unequal lengths: kernels.cpp
-
-
-# ---------------------------------------------------------------- memory, as torch.accelerator has it
-
-
-empty_cache = torch.accelerator.empty_cache
-memory_allocated = torch.accelerator.memory_allocated
-max_memory_allocated = torch.accelerator.max_memory_allocated
-memory_reserved = torch.accelerator.memory_reserved
-mem_get_info = torch.accelerator.get_memory_info
-memory_stats = torch.accelerator.memory_stats
-reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
-
-
 # ---------------------------------------------------------------- random numbers
 
 
@@ -177,10 +137,6 @@ def manual_seed(seed):
 def manual_seed_all(seed):
     for i in range(device_count()):
         _C.default_generator(i).manual_seed(int(seed))
-
-
-def initial_seed():
-    return _C.default_generator(current_device()).initial_seed()
 
 
 def get_amp_supported_dtype():
@@ -213,12 +169,9 @@ class Sync:
 _recorders = []
 
 
-def _stack():
-    return traceback.StackSummary.from_list(traceback.extract_stack()[:-2])  # without this file's frames
-
-
 def _on_wait(kind):
-    sync = Sync(kind, threading.current_thread().name, _stack())
+    stack = traceback.StackSummary.from_list(traceback.extract_stack()[:-1])  # without this frame
+    sync = Sync(kind, threading.current_thread().name, stack)
     for recorder in _recorders:
         recorder.append(sync)
 
@@ -250,7 +203,6 @@ def _create_backend(store, rank, size, timeout):
 
 
 _C.register_cpu_kernels()
-torch.backends.sim = _Backend("torch.backends.sim")
 torch._register_device_module("sim", sys.modules[__name__])
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 dist.Backend.register_backend("simccl", _create_backend, devices=["sim"])
