@@ -119,10 +119,10 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, verbose: b
     else:
         encodings = call(texts).encodings if texts else []
     for encoding, text in zip(encodings, texts, strict=True):
-        tokens = _by_bytes(encoding.ids, text, pieces)
-        if tokens is None:
-            tokens = _by_offsets(call([text]).encodings[0] if by_bytes else encoding, text, tokenizer)
-        found.append(tokens)
+        found.append(
+            _by_bytes(encoding.ids, text, pieces)
+            or _by_offsets(call([text]).encodings[0] if by_bytes else encoding, text, tokenizer)
+        )
     return found
 
 
