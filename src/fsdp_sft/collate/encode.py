@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Token ids of texts, and the token at a given character.
 #
 # Labels need that token only at the edges of turns. A tokenizer that reports the offsets of all its tokens
-# takes half as long again; where the bytes of the tokens are the text, they say the same.
+# takes a fifth longer; where the bytes of the tokens are the text, they say the same.
 
 # The bytes for which byte-level tokenizers write characters: printable ones stand for themselves.
 _BYTES = {byte: byte for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
