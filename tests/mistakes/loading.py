@@ -123,6 +123,13 @@ MISTAKES: list[Mistake] = [
         ("tests/weights/test_devices.py::test_fresh_memory_is_mapped_before_it_is_written",),
     ),
     Mistake(
+        "the first reads of a cold file are not fetched ahead",
+        "_tensors/reader.py",
+        "[0 if self._taken == 1 else -1 :]",
+        "[-1:]",
+        ("tests/weights/test_devices.py::test_what_lies_beside_a_part_is_not_fetched",),
+    ),
+    Mistake(
         "a parameter kept in float32 drags along those of its block",
         "_compat/fsdp.py",
         "            if (held._module_info.module, held._module_info.param_name) in places\n",

@@ -1,5 +1,6 @@
 """Loads onto devices that are not the first, by so many threads, without what lies beside a rank's part."""
 
+import itertools
 import mmap
 import os
 import resource
@@ -134,8 +135,7 @@ TENSORS, ROWS, COLUMNS, RANKS = 8, 2048, 2048, 4
 
 
 def _threads_of_a_load(folder: Path, bound: bool) -> int:
-    first = 4 * dist.get_rank()
-    cpus = set(range(first, first + 4)) if bound else set(range(8))
+    cpus = {4 * dist.get_rank() + number for number in range(4)} if bound else set(range(8))
     os.sched_getaffinity, os.cpu_count = lambda _: cpus, lambda: 8
     with mock.patch.object(fill, "do_reads", wraps=fill.do_reads) as reads:
         fs.load_weights(fs.build_meta_model(folder), folder)
@@ -176,11 +176,13 @@ def _fetch_share(checkpoint: Any) -> tuple[int, int]:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    reads, box = [], Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
-    for key, tensor in checkpoint.items():
-        reads += tensor.reads(tensor.piece(key), box, torch.empty(box.shape))
+    box = Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
     before = _fetched()
-    asked = read.do_reads(reads)
+    asked = read.do_reads(
+        itertools.chain(
+            *(one.reads(one.piece(key), box, torch.empty(box.shape)) for key, one in checkpoint.items())
+        )
+    )
     return _fetched() - before, asked
 
 
@@ -193,8 +195,10 @@ def test_what_lies_beside_a_part_is_not_fetched(tmp_path: Path, monkeypatch: pyt
     checkpoint = open_checkpoint(tmp_path)
     with_advice, asked = _fetch_share(checkpoint)
     assert asked == TENSORS * ROWS * COLUMNS * 2 // RANKS
-    monkeypatch.setattr(read, "advise", lambda *_: None)
+    given: list[tuple[int, int, int, str]] = []
+    monkeypatch.setattr(read, "advise", lambda *advice: given.append(advice))
     plainly, _ = _fetch_share(checkpoint)
+    assert len({at for _, at, _, advice in given if advice == "POSIX_FADV_WILLNEED"}) == TENSORS - 1
     if plainly < 1.2 * asked:
         pytest.skip(f"this file system fetches {plainly} bytes for {asked} without being told")
     assert asked <= with_advice <= 1.15 * asked, f"{plainly} without advice"

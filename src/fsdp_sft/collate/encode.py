@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 # Labels need that token only at the edges of turns. A tokenizer that reports the offsets of all its tokens
 # takes a fifth longer; where the bytes of the tokens are the text, they say the same.
 
-# The bytes for which byte-level tokenizers write characters: printable ones stand for themselves.
-_BYTES = {byte: byte for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
-_BYTES |= {256 + n: byte for n, byte in enumerate(byte for byte in range(256) if byte not in _BYTES)}
 _PIECES: weakref.WeakKeyDictionary[Any, dict[int, bytes]] = weakref.WeakKeyDictionary()
 
 
 def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """The bytes of each token, by id; of a tokenizer that is not byte-level, some that are no text's."""
     if tokenizer not in _PIECES:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        as_bytes = {ord(character): byte for byte, character in bytes_to_unicode().items()}
         _PIECES[tokenizer] = {
-            number: token.translate(_BYTES).encode("latin-1", "replace")
+            number: token.translate(as_bytes).encode("latin-1", "replace")
             for token, number in tokenizer.get_vocab().items()
         } | {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
     return _PIECES[tokenizer]
