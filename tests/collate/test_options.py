@@ -140,7 +140,7 @@ def test_a_skeleton_that_is_out_of_date_is_rendered_anew() -> None:
     tokenizer = ct.byte_tokenizer("chatml")
     expected = shown(answer("a"), tokenizer)
     (known,) = (one.skeletons for one in template._KNOWN[tokenizer].values())
-    for key, (texts, numbers) in known.items():
-        known[key] = (["Today is another day. " + texts[0], *texts[1:]], numbers)
+    for one in known.values():
+        one.literals[0] = "Today is another day. " + one.literals[0]
     assert shown(answer("b"), tokenizer) == expected.replace("⟦a", "⟦b")
-    assert not any("another day" in texts[0] for texts, _ in known.values())
+    assert not any("another day" in one.literals[0] for one in known.values())

@@ -237,7 +237,6 @@ def padded(rows: Iterable[Iterable[int]], length: int, filler: int) -> torch.Ten
     """Rows as one tensor ``(B, length)``, filled up with ``filler``."""
     # Through one buffer, since torch.tensor(lists) converts item by item and takes several times as long.
     flat = array("q")
-    for number, row in enumerate(rows, start=1):
-        flat.extend(row)
-        flat.extend([filler] * (number * length - len(flat)))
+    for row in map(list, rows):
+        flat.extend(row + [filler] * (length - len(row)))
     return torch.frombuffer(flat, dtype=torch.int64).view(-1, length)

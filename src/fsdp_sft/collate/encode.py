@@ -6,7 +6,7 @@ import json
 import weakref
 from array import array
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 # Labels need that token only at the edges of turns. A tokenizer that reports the offsets of all its tokens
 # takes a fifth longer; where the bytes of the tokens are the text, they say the same.
 
-_PIECES: weakref.WeakKeyDictionary[Any, dict[int, bytes]] = weakref.WeakKeyDictionary()
+_PIECES: weakref.WeakKeyDictionary[Any, defaultdict[int, bytes]] = weakref.WeakKeyDictionary()
 
 
-def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> defaultdict[int, bytes]:
     """The bytes of each token, by id; of a tokenizer that is not byte-level, some that are no text's."""
     if tokenizer not in _PIECES:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         as_bytes = {ord(character): byte for byte, character in bytes_to_unicode().items()}
-        _PIECES[tokenizer] = {
+        tokens = {
             number: token.translate(as_bytes).encode("latin-1", "replace")
             for token, number in tokenizer.get_vocab().items()
         } | {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
+        _PIECES[tokenizer] = defaultdict(bytes, tokens)
     return _PIECES[tokenizer]
 
 
@@ -80,9 +81,9 @@ class Tokens:
         return position if isinstance(self.data, str) else len(self.text[:position].encode())
 
 
-def _by_bytes(ids: list[int], text: str, pieces: Mapping[int, bytes]) -> Tokens | None:
+def _by_bytes(ids: list[int], text: str, pieces: defaultdict[int, bytes]) -> Tokens | None:
     """Tokens whose bytes make up the text; None if they do not."""
-    parts, data = [pieces.get(number, b"") for number in ids], text.encode()
+    parts, data = list(map(pieces.__getitem__, ids)), text.encode()
     if b"".join(parts) != data:
         return None
     begins = list(accumulate(map(len, parts), initial=0))
@@ -111,19 +112,18 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, verbose: b
         return_token_type_ids=False,
         verbose=verbose,
     )
-    pieces, found = _pieces_of(tokenizer), []
+    pieces = _pieces_of(tokenizer)
     # The call of the first gives the backend the tokenizer's own settings, as that for special tokens.
     by_bytes = len(texts) > 1 and not verbose and _by_bytes(call(texts[0])["input_ids"], texts[0], pieces)
     if by_bytes:
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     else:
         encodings = call(texts).encodings if texts else []
-    for encoding, text in zip(encodings, texts, strict=True):
-        found.append(
-            _by_bytes(encoding.ids, text, pieces)
-            or _by_offsets(call([text]).encodings[0] if by_bytes else encoding, text, tokenizer)
-        )
-    return found
+    return [
+        _by_bytes(encoding.ids, text, pieces)
+        or _by_offsets(call([text]).encodings[0] if by_bytes else encoding, text, tokenizer)
+        for encoding, text in zip(encodings, texts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,7 @@ class EncodedChat:
     def num_targets(self) -> int:
         """Targets after the shift; the first token is never one, since no token precedes it."""
         # list.count, since a generator over the labels would take as long as rendering the template.
-        trained = len(self.labels) - self.labels.count(IGNORE_INDEX)
-        return trained - any(label != IGNORE_INDEX for label in self.labels[:1])
+        return len(self.labels[1:]) - self.labels[1:].count(IGNORE_INDEX)
 
 
 def read_encoded(row: Any) -> EncodedChat:
@@ -326,11 +325,8 @@ def encode_rows(
             verbose=options.max_length is None or options.max_length > tokenizer.model_max_length,
         )
     )
-    encoded: list[EncodedChat | RowError] = []
-    for one in read:
-        chat = _labelled(one, next(tokenised), options) if isinstance(one, Found) else one
-        encoded.append(chat if isinstance(chat, RowError) else _cut(chat, options))
-    return encoded
+    labelled = (_labelled(one, next(tokenised), options) if isinstance(one, Found) else one for one in read)
+    return [chat if isinstance(chat, RowError) else _cut(chat, options) for chat in labelled]
 
 
 def _read(

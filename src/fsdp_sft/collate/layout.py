@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,8 +30,6 @@ OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 _ESCAPED = repr(OPEN)[1:-1]
 
-Skeleton = tuple[list[str], list[int]]  # the N + 1 texts around N sentinels, and the sentinels' numbers
-
 # Reasoning that a generation prompt opens, and may close again: <think>, [THINK], <|START_THINKING|>,
 # <|channel|>analysis<|message|>, "<|channel>thought" ...
 OPENED_REASONING = re.compile(
@@ -43,6 +41,21 @@ CLOSED_REASONING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*")
 
 # Templates of reasoning models search the content for these tags and cut it there.
 THINK = re.compile(r"(</?think>)")
+
+
+@dataclass(slots=True)
+class Skeleton:
+    """A rendering of sentinels, split at them.
+
+    Attributes:
+        literals: The N + 1 texts around N sentinels, which the template itself prints.
+        numbers: The sentinels' numbers.
+        edges: What `find_turns` has found in conversations of which this is the rendering.
+    """
+
+    literals: list[str]
+    numbers: list[int]
+    edges: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(slots=True)
@@ -99,11 +112,13 @@ class Layout:
         leaves: All leaves; a leaf's number is its index.
         places: Places of the printed leaves, in the order of the text.
         marked: The messages with sentinels instead of their texts.
+        skeleton: Their rendering.
     """
 
     leaves: list[TextSlot]
     places: list[Place]
     marked: list[Message]
+    skeleton: Skeleton
 
     def extents(self, template: ChatTemplate, wanted: set[int], length: int) -> list[MessageSpan]:
         """Positions of the wanted messages in a text of so many characters.
@@ -160,16 +175,20 @@ def lay_out(
     Raises:
         ChatTemplateError: If no choice reproduces the rendering.
     """
-    choices = [{message["role"] for message in messages}]
-    if {messages[index]["role"] for index in wanted} == {"assistant"} and not _mimics(messages, template):
-        choices.append({"assistant"})
-    for roles, blanks in product(choices, (True, False)):
-        leaves, marked = mark_texts(messages, roles, blanks=blanks)
-        for renew in (False, True):  # a template may print the date, and the cached skeleton be of yesterday
+    everyone, assistant = {message["role"] for message in messages}, {"assistant"}
+    for roles in (everyone, assistant):
+        if roles is assistant and (
+            {messages[index]["role"] for index in wanted} != assistant or _mimics(messages, template)
+        ):
+            break
+        # A template may print the date, and the cached skeleton be of yesterday.
+        for blanks, renew in product((True, False), (False, True)):
+            leaves, marked = mark_texts(messages, roles, blanks=blanks)
             with suppress(ChatTemplateError):
-                places = _align(template.skeleton(marked, tools, renew=renew), text, leaves)
+                skeleton = template.skeleton(marked, tools, renew=renew)
+                places = _align(skeleton, text, leaves)
                 if places is not None:
-                    return Layout(leaves, places, marked)
+                    return Layout(leaves, places, marked, skeleton)
     raise template.error(
         "what it prints around a message depends on the message's content, so that a second rendering "
         "with other contents does not match the first"
@@ -209,10 +228,9 @@ def _spellings(*texts: str) -> Iterator[str]:
 
 def _mimics(messages: list[Message], template: ChatTemplate) -> bool:
     """Whether a message of another role than the assistant's contains a header or a stop token."""
-    facts = template.facts()
-    marks = [mark.strip() for mark in (*facts.headers, *facts.stop_tokens) if mark.strip()]
+    marks = (*template.facts().headers, *template.facts().stop_tokens)
     others = [str(message["content"]) for message in messages if message["role"] != "assistant"]
-    return any(mark in content for content in others for mark in marks)
+    return any(mark.strip() in content for content in others for mark in marks if mark.strip())
 
 
 def _align(skeleton: Skeleton, text: str, leaves: Sequence[TextSlot]) -> list[Place] | None:
@@ -220,13 +238,12 @@ def _align(skeleton: Skeleton, text: str, leaves: Sequence[TextSlot]) -> list[Pl
 
     None unless the result is `text`, character for character.
     """
-    # A literal is what the template itself prints between two sentinels; literals and leaves alternate.
-    (literal, *literals), numbers = skeleton
+    literal, *literals = skeleton.literals  # which alternate with leaves
     if not text.startswith(literal):
         return None
     position = len(literal)
     places: list[Place] = []
-    for number, literal in zip(numbers, literals, strict=True):
+    for number, literal in zip(skeleton.numbers, literals, strict=True):
         leaf = leaves[number]
         for spelling in _spellings(*leaf.texts):
             end = position + len(spelling)
@@ -325,11 +342,11 @@ def sentinel(number: int) -> str:
 
 
 def split_at_sentinels(text: str) -> Skeleton:
-    """(the N + 1 texts around the sentinels of a text, the numbers of the N sentinels)."""
+    """A text split at its sentinels."""
     if _ESCAPED in text:  # some templates print nested arguments with Python's repr, which escapes sentinels
         text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
     pieces = SENTINEL.split(text)
-    return pieces[::2], [int(number) for number in pieces[1::2]]
+    return Skeleton(pieces[::2], [int(number) for number in pieces[1::2]])
 
 
 def through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:

@@ -60,8 +60,7 @@ def read_message(item: Any, where: str) -> Message:
     message = {str(key): value for key, value in item.items() if value is not None}
     refuse_media(message, where)
     for key in message.keys() - _KNOWN:
-        meant = _meant_by(key)
-        if meant and meant not in message:
+        if (meant := _meant_by(key)) and meant not in message:
             raise ValueError(f"{where} has the key {key!r}, which is not read: is it {meant}?")
     role = message.get("role")
     if role not in ROLES:
@@ -206,8 +205,9 @@ def _with_call_ids(messages: list[Message]) -> list[Message]:
             waiting += named
         elif message["role"] == "tool" and waiting:
             given = message.get("tool_call_id")
-            same = (item for item in waiting if given is not None and item[0].get("id") == given)
-            answered = next(same, waiting[0])
+            answered = next(
+                (item for item in waiting if given is not None and item[0].get("id") == given), waiting[0]
+            )
             waiting.remove(answered)
             message = {"name": answered[0]["function"]["name"], **message, "tool_call_id": answered[1]}
         changed.append(message)

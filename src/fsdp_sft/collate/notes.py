@@ -63,7 +63,7 @@ def notes_of(
         ChatTemplateError: For a text that the template drops, unless the options let that pass.
     """
     yield from found.notes
-    texts = [message.get(key) for message in conversation.messages for key in ("content", *REASONING_KEYS)]
+    texts = (message.get(key) for message in conversation.messages for key in ("content", *REASONING_KEYS))
     if any(template.special_token.search(text) for text in texts if text):
         yield "special_tokens"
     question = max((i for i, message in enumerate(found.messages) if message["role"] == "user"), default=-1)
@@ -102,8 +102,10 @@ def _lacks_context(found: Found, conversation: Conversation) -> bool:
     names = [str(one["name"]) for one in functions if isinstance(one, dict) and one.get("name")]
     ends = [0, *(edge for turn in found.turns for edge in (turn.start, turn.end)), len(found.text)]
     told = "".join(found.text[begin:end] for begin, end in zip(ends[::2], ends[1::2], strict=True))
-    lacks_tools = names and not any(name in told for name in names)  # in the turns calls name them too
-    return bool(lacks_tools) or not all(occurs(found.text, text) for text in others)
+    # In the turns calls name tools too.
+    return not (
+        any(name in told for name in names or [""]) and all(occurs(found.text, one) for one in others)
+    )
 
 
 def warn_of_notes(counts: Mapping[str, int], told: set[str]) -> None:

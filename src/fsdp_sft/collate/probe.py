@@ -184,13 +184,15 @@ class Probe:
             if after_answer.strip()
             else self._without_next_header(after_past_answer, before_question)
         )
-        found = []
-        for token in self.template.tokenizer.added_tokens_decoder.values():
-            at = closing.find(token.content) if token.content.strip() else -1
-            # In some tokenizers the end-of-turn token is not special. Its place directly behind the answer
-            # shows it.
-            if at >= 0 and (token.special or not closing[:at].strip()):
-                found.append((at, -len(token.content), token.content))
+        # In some tokenizers the end-of-turn token is not special: its place directly behind the answer
+        # shows it.
+        found = [
+            (at, -len(token.content), token.content)
+            for token in self.template.tokenizer.added_tokens_decoder.values()
+            if token.content.strip()
+            and (at := closing.find(token.content)) >= 0
+            and (token.special or not closing[:at].strip())
+        ]
         first = end_of_turn = None
         if found:
             # Generation stops on EOS if it follows the token that closes the answer directly, or later but in

@@ -70,8 +70,7 @@ def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
     prompt, completion = row["prompt"], row.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
         return _pair(prompt, completion, "prompt/completion")
-    given = [{**message, "train": 0} for message in _read_list(row, "prompt")]
-    return given + _read_list(row, "completion")
+    return [{**given, "train": 0} for given in _read_list(row, "prompt")] + _read_list(row, "completion")
 
 
 def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
@@ -204,8 +203,7 @@ def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
 def _stripped(value: Any, nullable: tuple[str, ...] = ()) -> Any:
     """The value without keys that are null, at any depth, but for the `nullable` ones."""
     if isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if item is not None or key in nullable}
-        return {key: _stripped(item, nullable) for key, item in kept.items()}
+        return {k: _stripped(v, nullable) for k, v in value.items() if v is not None or k in nullable}
     return [_stripped(item, nullable) for item in value] if isinstance(value, list) else value
 
 

@@ -44,6 +44,7 @@ up to and including it.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -137,19 +138,40 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
     if not wanted:
         return Found(text, messages)
     layout = lay_out(template, messages, conversation.tools, wanted, text)
-    extents = layout.extents(template, wanted, len(text))
-    owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
-    starts = finder.starts(text, extents)
-    turns = []
-    for extent in extents:
-        turns += finder.find(text, extent, starts[extent.message], owned.get(extent.message, []))
+    # A turn begins and ends in the template's own text, so a conversation with other texts between the same
+    # literals has its edges as far behind the ends of its texts.
+    ends = [0, *(place.end for place in layout.places)]
+    is_usual = not tags and len(layout.skeleton.numbers) < len(ends) == len(set(ends))
+    alike = layout.skeleton.edges if is_usual else {}
+    key = (*sorted(wanted), options.empty_reasoning, *(not message["content"] for message in messages))
+    if key not in alike:
+        finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
+        alike[key] = (
+            [
+                (
+                    turn.message,
+                    [
+                        (last := bisect_right(ends, edge) - 1, edge - ends[last])
+                        for edge in (turn.start, turn.stop_start, turn.end)
+                    ],
+                )
+                for turn in finder.turns(text, tags, wanted)
+            ],
+            finder.notes,
+        )
+    edges, notes = alike[key]
+    turns = [Turn(message, *(ends[n] + offset for n, offset in three)) for message, three in edges]
     printed = {id(place.leaf) for place in layout.places}
-    dropped = [leaf for leaf in layout.leaves if leaf.message in wanted and id(leaf) not in printed]
+    dropped = [
+        leaf
+        for leaf in layout.leaves
+        if leaf.message in wanted
+        and id(leaf) not in printed
+        and (options.train_reasoning or leaf.part != "reasoning")
+    ]
     if not options.train_reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
-        dropped = [leaf for leaf in dropped if leaf.part != "reasoning"]
-    return Found(text, messages, sorted(turns, key=lambda turn: turn.start), dropped, finder.notes)
+    return Found(text, messages, sorted(turns, key=lambda turn: turn.start), dropped, list(notes))
 
 
 def _wanted(conversation: Conversation, options: EncodeOptions) -> set[int]:
@@ -233,9 +255,16 @@ class _TurnFinder:
         for (_, before), answers in reversed(alike.items()):
             first = self._start(*answers[0], before)
             is_last_alike = len(answers) == 1 or self._start(*answers[-1], before) == first
-            for index, floor in answers:
-                starts[index] = first if is_last_alike else self._start(index, floor, before)
+            starts |= {i: first if is_last_alike else self._start(i, floor, before) for i, floor in answers}
         return starts
+
+    def turns(self, text: str, tags: list[tuple[int, int]], wanted: set[int]) -> Iterator[Turn]:
+        """The turns of the wanted messages, narrowed by the template's generation tags."""
+        extents = self.layout.extents(self.template, wanted, len(text))
+        owned = _tags_by_message(tags, self.layout.places, self.messages)
+        starts = self.starts(text, extents)
+        for extent in extents:
+            yield from self.find(text, extent, starts[extent.message], owned.get(extent.message, []))
 
     def find(
         self, text: str, extent: MessageSpan, start: int | None, tags: list[tuple[int, int]]
@@ -347,8 +376,9 @@ class _TurnFinder:
         """
         if not self.facts.supplied or self.messages[index]["role"] != "assistant":
             return 0
-        thoughts = (place.start for place in self.layout.places if place.leaf.part == "reasoning")
-        reasons = own is not None and own[0] in thoughts
+        reasons = own is not None and any(
+            place.start == own[0] and place.leaf.part == "reasoning" for place in self.layout.places
+        )
         lengths = (overlap(one, before) for one in (self.facts.opening if reasons else self.facts.supplied))
         length = max((n for n in lengths if before[:n].strip()), default=0)
         if reasons or not length:
@@ -372,11 +402,11 @@ class _TurnFinder:
         if not count:
             return None
         with suppress(ChatTemplateError):
-            pieces, numbers = self.template.skeleton(self.layout.marked[:count], self.tools, prompt=prompt)
-            last = self.layout.leaves[numbers[-1]] if numbers else None
-            ends = [place.end for place in self.layout.places if place.leaf is last] if numbers else [0]
+            shorter = self.template.skeleton(self.layout.marked[:count], self.tools, prompt=prompt)
+            last = self.layout.leaves[shorter.numbers[-1]] if shorter.numbers else None
+            ends = [place.end for place in self.layout.places if place.leaf is last] if last else [0]
             if position in ends:
-                return pieces[-1]
+                return shorter.literals[-1]
         return None
 
 

@@ -90,11 +90,8 @@ def deal(packs: list[list[T]], weight: Callable[[T], float], num_ranks: int) -> 
 def _halves(pack: list[T], weight: Callable[[T], float]) -> list[list[T]]:
     """The rows of a pack in two packs of about equal weight."""
     halves: list[list[T]] = [[], []]
-    weights = [0.0, 0.0]
     for row in sorted(pack, key=weight, reverse=True):
-        side = weights[1] < weights[0]
-        halves[side].append(row)
-        weights[side] += weight(row)
+        min(halves, key=lambda half: sum(map(weight, half))).append(row)
     return halves
 
 
