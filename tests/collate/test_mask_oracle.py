@@ -6,6 +6,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -15,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_sft import IGNORE_INDEX, ChatTemplateError, encode_chat
-from fsdp_sft.collate import encode
+from fsdp_sft.collate import encode, template
 from tests.collate import mask_oracle as oracle
 from tests.collate.template_tokenizers import byte_tokenizer, forms
 from tests.harness import chat_templates as ct
@@ -82,6 +83,28 @@ def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> N
 def test_labels_are_those_of_the_brute_force(name: str) -> None:
     assert OWN_STOPS.keys() == ct.FAMILIES.keys()
     _check(name, ct.byte_tokenizer(name), OWN_STOPS[name])
+
+
+# Of each message, so that many conversations have the same texts of the template around others of their own.
+CHANGES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
+    lambda _: {},
+    lambda message: {"content": message["content"].swapcase() + "!"},
+    lambda message: {"content": "" if message["role"] == "assistant" else "b"},
+    lambda message: {"content": " \n" if message["role"] == "assistant" else "c"},
+    lambda message: {"train": int(message["content"] > "m")},
+)
+
+
+@pytest.mark.parametrize("name", OWN_STOPS)
+def test_conversations_alike_get_the_labels_that_each_gets_alone(name: str) -> None:
+    tokenizer, options = ct.byte_tokenizer(name), encode.EncodeOptions(on_dropped="count")
+    rows = [
+        {"messages": [{**message, **change(message)} for message in messages], "tools": tools}
+        for (_, messages, tools), change in product(oracle.chats(OWN_STOPS[name], "assistant\n"), CHANGES)
+    ]
+    for row, chat_of_many in zip(rows, encode.encode_rows(rows, tokenizer, options), strict=True):
+        template._KNOWN.clear()
+        assert list(map(repr, encode.encode_rows([row], tokenizer, options))) == [repr(chat_of_many)]
 
 
 MISTAKES: dict[str, Any] = {

@@ -141,8 +141,8 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
     # A turn begins and ends in the template's own text, so a conversation with other texts between the same
     # literals has its edges as far behind the ends of its texts.
     ends = [0, *(place.end for place in layout.places)]
-    is_usual = not tags and len(layout.skeleton.numbers) < len(ends) == len(set(ends))
-    alike = layout.skeleton.edges if is_usual else {}
+    is_usual = len(ends) > len(layout.skeleton.numbers) and all(at.start < at.end for at in layout.places)
+    alike = layout.skeleton.edges if is_usual and not tags else {}
     key = (*sorted(wanted), options.empty_reasoning, *(not message["content"] for message in messages))
     if key not in alike:
         finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
