@@ -199,8 +199,8 @@ MISTAKES = [
     Mistake(
         "a reasoning that the template drops is taken for printed",
         "collate/spans.py",
-        "if leaf.message in wanted and id(leaf) not in printed]",
-        "if leaf.part == 'tool call' and leaf.message in wanted and id(leaf) not in printed]",
+        "        and id(leaf) not in printed\n",
+        "        and leaf.part == 'tool call' and id(leaf) not in printed\n",
         ("tests/collate/test_dropped.py",),
     ),
     Mistake(
@@ -234,8 +234,8 @@ MISTAKES = [
     Mistake(
         "a data set is read in the format that it is given in",
         "collate/encoded.py",
-        'rows.format["type"] not in (None, "custom")',
-        "False",
+        'rows.format["type"] in (None, "custom")',
+        "True",
         ("tests/collate/test_encoded.py",),
     ),
     Mistake(
