@@ -224,10 +224,10 @@ class SFTCollator:
             ValueError: For a row that `encode_chat` refuses.
         """
         chats = encode_all(rows, self.tokenizer, self._options, self._told)
-        whole = -(-max(len(chat.input_ids) for chat in chats) // self.pad_to_multiple_of)
-        length, filler = whole * self.pad_to_multiple_of, self.tokenizer.pad_token_id or 0  # any id will do
+        length = max(len(chat.input_ids) + -len(chat.input_ids) % self.pad_to_multiple_of for chat in chats)
         return {
-            "input_ids": padded([chat.input_ids for chat in chats], length, filler),
+            # Any id will do where the mask is 0.
+            "input_ids": padded([chat.input_ids for chat in chats], length, self.tokenizer.pad_token_id or 0),
             "attention_mask": padded([[1] * len(chat.input_ids) for chat in chats], length, 0),
             "labels": padded([chat.labels for chat in chats], length, IGNORE_INDEX),
         }

@@ -24,7 +24,7 @@ from fsdp_sft.collate.rows import (
     template_variables,
 )
 from fsdp_sft.collate.spans import Found, find_turns
-from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
+from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer, limited_time
 from fsdp_sft.errors import RowError
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -316,7 +316,8 @@ def encode_rows(
         ChatTemplateError: If there is no chat template, or it does not parse, which is no row's fault.
     """
     templates: dict[Any, ChatTemplate] = {}
-    read = [_read(row, tokenizer, options, templates) for row in rows]
+    with limited_time():
+        read = [_read(row, tokenizer, options, templates) for row in rows]
     tokenised = iter(
         tokenise(
             tokenizer,

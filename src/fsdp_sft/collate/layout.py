@@ -291,6 +291,8 @@ class _Marker:
 
     def _mark_around_tags(self, text: str, *, thought: bool) -> str:
         """The text with a sentinel for each part between think tags; inside them it is reasoning."""
+        if "think>" not in text:
+            return self._mark_text(text, "reasoning" if thought else "content")
         # A content that closes a think block without opening it begins inside: the prompt has opened it.
         closing = text.find("</think>")
         inside = closing >= 0 and not 0 <= text.find("<think>") < closing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import count
@@ -161,7 +161,7 @@ def take_flag(message: Message, place: str) -> bool:
     return all(flags.values())
 
 
-def other_forms(messages: list[Message]) -> list[list[Message]]:
+def other_forms(messages: list[Message]) -> Iterator[list[Message]]:
     """Alternative forms of the messages, the smallest change first; none without tool calls.
 
     - Arguments of tool calls as a JSON string, for templates that concatenate them with other strings.
@@ -170,9 +170,9 @@ def other_forms(messages: list[Message]) -> list[list[Message]]:
     - Both.
     """
     if not any("tool_calls" in message for message in messages):
-        return []
+        return
     as_json = _with_json_arguments(messages)
-    return [as_json, _with_call_ids(messages), _with_call_ids(as_json)]
+    yield from (as_json, _with_call_ids(messages), _with_call_ids(as_json))
 
 
 def _with_json_arguments(messages: list[Message]) -> list[Message]:

@@ -101,9 +101,10 @@ def _lacks_context(found: Found, conversation: Conversation) -> bool:
     functions = [tool.get("function") or tool for tool in conversation.tools or ()]
     names = [str(one["name"]) for one in functions if isinstance(one, dict) and one.get("name")]
     ends = [0, *(edge for turn in found.turns for edge in (turn.start, turn.end)), len(found.text)]
-    told = "".join(found.text[begin:end] for begin, end in zip(ends[::2], ends[1::2], strict=True))
-    return not all(occurs(found.text, text) for text in others) or (
-        bool(names) and not any(name in told for name in names)  # in the turns calls name them too
+    told = (found.text[begin:end] for begin, end in zip(ends[::2], ends[1::2], strict=True))
+    # In the turns calls name tools too.
+    return (bool(names) and not any(name in part for part in told for name in names)) or not all(
+        occurs(found.text, text) for text in others
     )
 
 

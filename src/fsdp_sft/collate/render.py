@@ -124,8 +124,13 @@ def render_labels_html(
         )
         count = sum(mark != IGNORE_INDEX for mark in marks[1:])
         tokens, targets = tokens + len(ids), targets + count
-        text = "".join(_as_html(*run) for run in _runs(tokenizer, ids, marks))
-        rows.append(_ROW.format(number=number, summary=_counts(len(ids), count), text=text))
+        rows.append(
+            _ROW.format(
+                number=number,
+                summary=_counts(len(ids), count),
+                text="".join(_as_html(*run) for run in _runs(tokenizer, ids, marks)),
+            )
+        )
     summary = f"{len(rows)} row{'s' * (len(rows) != 1)}, {_counts(tokens, targets)}"
     return _PAGE.format(title=html.escape(printable(title)), summary=summary, rows="\n".join(rows))
 

@@ -184,9 +184,10 @@ def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
         for key in _MESSAGE_LISTS
         if isinstance(row.get(key), list)
     }
-    keys = {(key, *message) for key, messages in lists.items() for message in messages}
-    values = [item for messages in lists.values() for message in messages for item in message.items()]
-    from_table = len(keys) == len(lists) and any(item is None for key, item in values if key != "content")
+    messages = [(key, message) for key, messages in lists.items() for message in messages]
+    from_table = any(
+        item is None for _, message in messages for key, item in message.items() if key != "content"
+    ) and len({(key, *message) for key, message in messages}) == len(lists)
     cleaned = dict(row)
     if isinstance(row.get("tools"), list):
         cleaned["tools"] = _stripped(row["tools"], () if from_table else ("default", "const"))
@@ -230,10 +231,9 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
         tools = parse_json(tools, "tools") if tools.strip() else None
     if not tools:
         return None
-    schemas = []
-    for number, tool in enumerate(tools):
-        tool = parse_json(tool, f"tools[{number}]") if isinstance(tool, str) else tool
-        # Templates read tool.function.name; many data sets have the inner object alone.
-        bare = "function" not in tool and "name" in tool
-        schemas.append({"type": "function", "function": dict(tool)} if bare else dict(tool))
-    return schemas
+    read = [parse_json(one, f"tools[{i}]") if isinstance(one, str) else one for i, one in enumerate(tools)]
+    # Templates read tool.function.name; many data sets have the inner object alone.
+    return [
+        {"type": "function", "function": dict(one)} if "function" not in one and "name" in one else dict(one)
+        for one in read
+    ]

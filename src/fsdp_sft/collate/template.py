@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SECONDS = 10.0  # of the CPU, for one conversation
+_rendering = threading.local()  # `since`: when this thread began to, in its CPU time
 _endless: set[str] = set()  # templates that have gone over the time, which are not tried again
 
 # A macro or a block set captures its output, and transformers counts the offsets of generation tags in it
@@ -114,7 +116,10 @@ class ChatTemplate:
             ChatTemplateError: If the template refuses the conversation, or does not parse ("no_template").
         """
         try:
-            with _limited(self.text):
+            if self.text in _endless:
+                raise TimeoutError
+            with _one_at_a_time:
+                _rendering.since = time.thread_time()
                 text, tags = render_chat(
                     self.text,
                     [self._as_parts(message) for message in messages],
@@ -130,11 +135,17 @@ class ChatTemplate:
                 reason="no_template",
             ) from None
         except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, TimeoutError):
+                _endless.add(self.text)
+                told = f"it takes more than {_SECONDS:g} s of the CPU: is it a program that does not end?"
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
-                f"{type(error).__name__}: {error}"[:2000]
+                f"{told}"[:2000]
                 + "; change the row, or pass another chat_template="
             ) from None  # a cause would be printed as its template wrote it
+        finally:
+            _rendering.since = math.inf
         return text, tags if self._tags_count else []
 
     def render_any(
@@ -154,7 +165,7 @@ class ChatTemplate:
                 if self.facts().reasoning_key and apart != messages:
                     wanted.insert(0, apart)
         for one in wanted:
-            for form in (one, *other_forms(one)):
+            for form in chain([one], other_forms(one)):
                 try:
                     return *self.render(form, tools=tools), form
                 except ChatTemplateError as error:
@@ -269,39 +280,32 @@ os.register_at_fork(
 
 
 @contextmanager
-def _limited(template: str) -> Iterator[None]:
-    """Let a rendering take so many seconds of this thread's CPU, where this is the main thread.
+def limited_time() -> Iterator[None]:
+    """Let each rendering take so many seconds of this thread's CPU, where this is the main thread.
 
     A template is a program. transformers' sandbox keeps it from files and from Python, and not from looping
     for ever. Only the main thread is told of signals, and only between two operations of Python.
-
-    Raises:
-        TimeoutError: If the time is up, now or in an earlier rendering of the template.
     """
-    told = f"it takes more than {_SECONDS:g} s of the CPU: is it a program that does not end?"
-    if template in _endless:
-        raise TimeoutError(told)
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGPROF) is None  # a profiler in C uses the signal
+    ):
+        yield
+        return
+    former = signal.signal(signal.SIGPROF, _look_at_the_time)
+    timer = signal.setitimer(signal.ITIMER_PROF, _SECONDS / 4, _SECONDS / 4)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, *timer)
+        signal.signal(signal.SIGPROF, former)
 
-    def time_is_up(*_: object) -> None:
-        if time.thread_time() - started >= _SECONDS:  # else other threads have used the process's time
-            _endless.add(template)
-            raise TimeoutError(told)
 
-    with _one_at_a_time:
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGPROF) is None  # a profiler in C uses the signal
-        ):
-            yield
-            return
-        started = time.thread_time()
-        former = signal.signal(signal.SIGPROF, time_is_up)
-        timer = signal.setitimer(signal.ITIMER_PROF, _SECONDS, _SECONDS)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, *timer)
-            signal.signal(signal.SIGPROF, former)
+def _look_at_the_time(*_: object) -> None:
+    if (
+        time.thread_time() - getattr(_rendering, "since", math.inf) >= _SECONDS
+    ):  # else other threads have used the process's time
+        raise TimeoutError
 
 
 def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
