@@ -146,8 +146,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "what a class makes in float32 without listing it is computed in 16 bits",
         "shard/float32_modules.py",
-        "if dtypes.get(name) == torch.float32 or _matches(name, patterns)",
-        "if _matches(name, patterns)",
+        "if dtypes.get(name) == torch.float32 or listed.search(name)",
+        "if listed.search(name)",
         ("tests/shard/test_shard.py",),
     ),
     Mistake(

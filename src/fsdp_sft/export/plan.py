@@ -14,7 +14,7 @@ from fsdp_sft._compat.conversions import (
     names_left_out_on_save,
     revert_weight_conversion,
 )
-from fsdp_sft._compat.models import float32_patterns
+from fsdp_sft._compat.models import float32_names
 from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model, tied_meta_twin
@@ -242,7 +242,6 @@ def _dtypes(
     model: nn.Module, own: Mapping[str, torch.dtype], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """Dtype in the files of each source, by those that they have."""
-    patterns = float32_patterns(model, dtype) if dtype is not None else set()
-    float32 = re.compile("|".join(rf"(?:^|\.){re.escape(p)}(?:\.|$)" for p in patterns) or "(?!)")
+    float32 = re.compile("(?!)") if dtype is None else float32_names(model, dtype)
     wanted = {name: torch.float32 if float32.search(name) else dtype for name in own}
     return {name: (wanted[name] or had) if had.is_floating_point else had for name, had in own.items()}

@@ -205,6 +205,8 @@ def _what_would_fit(
     least = estimate(skeleton, lean)
     budget = budget_of(run.device, run.num_gpus, memory_bytes)
     largest = max(least.breakdown, key=lambda part: least.breakdown[part])
+    counts = (run.dp_replicate * run.exchange_ranks << doublings for doublings in range(13))
+    fewest = next((n for n in counts if fits(skeleton, replace(lean, num_gpus=n), memory_bytes)), None)
     leaner: list[str] = []
     for option, changes in _LEANER.items():
         with contextlib.suppress(UnsupportedModelError, ValueError):  # the model may not allow it
@@ -217,8 +219,6 @@ def _what_would_fit(
                 leaner.append(
                     ", ".join(f"{name}={value!r}" for name, value in changes.items()) + f" ({option})"
                 )
-    counts = (run.dp_replicate * run.exchange_ranks << doublings for doublings in range(13))
-    fewest = next((n for n in counts if fits(skeleton, replace(lean, num_gpus=n), memory_bytes)), None)
     if fewest is not None:
         leaner.append(
             f"num_gpus={fewest} (--gpus {fewest})"
