@@ -131,7 +131,7 @@ def _saved_bytes(
         share_attention(model)
         # Ranks of which this process is the first, and whose exchanges bring nothing.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
-        inputs = Rows(SequenceGroup(dist.group.WORLD.group_name, cp, 0, 0)).part(inputs)
+        inputs = Rows(SequenceGroup(dist.group.WORLD.group_name, cp, 0)).part(inputs)
         forward = part_of_rows(inputs.whole)
     inputs = {name: value for name, value in inputs.items() if "labels" not in name}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), forward:

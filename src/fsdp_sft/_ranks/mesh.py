@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -88,6 +89,14 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
             "would take its axes for replicas and shards"
         )
     return found
+
+
+def mesh_of_rows(meshes: Iterable[DeviceMesh]) -> DeviceMesh | None:
+    """The one of a model's meshes that shows how rows are distributed: the largest; None if there is none.
+
+    That of experts which ranks share out does not show it: others come first.
+    """
+    return max(meshes, key=lambda mesh: (EP not in (mesh.mesh_dim_names or ()), mesh.size()), default=None)
 
 
 def layer_axes(mesh: DeviceMesh | None) -> set[str]:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_sft._model.adapters import add_adapters
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._process.devices import device_name
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, raise_first, said_ranks, share
@@ -28,7 +27,7 @@ from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.attention.context_parallel import use_context_parallel
 from fsdp_sft.check import ACCELERATORS, CheckedJob, Found, Problem, environment, host_name
 from fsdp_sft.check.machines import folder, network, products, reductions
-from fsdp_sft.check.parity import lora_config, parity, truncated_config
+from fsdp_sft.check.parity import adapted, parity, truncated_config
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged, printable
 from fsdp_sft.jobs.watchdog import Watchdog
 from fsdp_sft.shard.apply import shard_model
@@ -127,13 +126,8 @@ def sharded_model(
 
     Collective: all ranks.
     """
-    model: Any = build_meta_model(source)
-    if job.frozen_dtype is not None:
-        model = add_adapters(model, lora_config())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:  # the same for each dtype; B would begin at 0, and A have no gradient
-                    parameter.copy_(0.1 * torch.arange(parameter.numel()).sin().view_as(parameter))
+    built: Any = build_meta_model(source)
+    model = built if job.frozen_dtype is None else adapted(built)
     if compiled:
         compile_blocks(model)
     shard_model(

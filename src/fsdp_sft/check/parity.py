@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_sft._model.adapters import add_adapters
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._quantised.settings import without_settings
 from fsdp_sft._ranks.agree import agreed, through_rank_0
@@ -167,11 +168,20 @@ def _batches(job: CheckedJob) -> tuple[torch.Tensor, torch.Tensor, int]:
 # --- by this library --------------------------------------------------------------------------------------
 
 
-def lora_config() -> Any:
-    """The adapters of a training below which parameters are frozen."""
+def _lora() -> Any:
     from peft import LoraConfig
 
     return LoraConfig(r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@torch.no_grad()
+def adapted(model: Any) -> Any:
+    """A model with adapters that have the same values for each dtype, and frozen below them."""
+    model = add_adapters(model, _lora())
+    for parameter in (p for name, p in model.named_parameters() if "lora_" in name):
+        # B would begin at 0, and A have no gradient.
+        parameter.copy_(0.1 * torch.arange(parameter.numel()).sin().view_as(parameter))
+    return model
 
 
 def _trained(
@@ -215,7 +225,7 @@ def _plain_model(job: CheckedJob, source: Path, values: _Weights | None, dtype: 
     if values is not None:
         from peft import get_peft_model
 
-        model = get_peft_model(model, lora_config(), autocast_adapter_dtype=False)
+        model = get_peft_model(model, _lora(), autocast_adapter_dtype=False)
         model.load_state_dict(values, strict=False)  # it has buffers too
     return model.to(job.context.device).train()
 

@@ -549,7 +549,7 @@ def test_one_row_of_positions_and_mask_is_that_of_all_rows() -> None:
     ids = torch.arange(5, 19).view(2, 7)
     batch = {"input_ids": ids, "labels": ids, "note": "as it is"}
     place, mask = torch.tensor([0, 1, 2, 3, 4, 5, 6]), torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
-    rows = Rows(SequenceGroup("", 2, 1, 0))
+    rows = Rows(SequenceGroup("", 2, 1))
     part = rows.part({**batch, "position_ids": place, "attention_mask": mask})
     every = {"position_ids": place.expand(2, 7), "attention_mask": mask.expand(2, 7)}
     for name, value in rows.part({**batch, **every}).items():

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.attention import eager_attention_of, keep_rows_apart
 from fsdp_sft._compat.groups import exchange_rows
-from fsdp_sft._ranks.mesh import data_parallel_place, row_group
+from fsdp_sft._ranks.mesh import row_group
 from fsdp_sft.errors import UnsupportedModelError
 
 PREFIX = "cp_"  # put before the name of the wrapped attention
@@ -48,13 +48,11 @@ class SequenceGroup:
         size: Number of ranks in the group.
         rank: Index of this rank in the group, and so of its part of the tokens and, in attention, of the
             heads.
-        share: Index of the group, which is also the index of its share of the data.
     """
 
     name: str
     size: int
     rank: int
-    share: int
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
         """Differentiable all-to-all: row i of ``rows`` goes to rank i, row i of the result is from rank i.
@@ -67,9 +65,7 @@ class SequenceGroup:
 def sequence_group_in(mesh: DeviceMesh | None) -> SequenceGroup | None:
     """This rank's group along the ``cp`` axis of a mesh; None if no ranks share rows along it."""
     group = row_group(mesh)
-    if mesh is None or group is None:
-        return None
-    return SequenceGroup(group.group_name, group.size(), group.rank(), data_parallel_place(mesh)[0])
+    return None if group is None else SequenceGroup(group.group_name, group.size(), group.rank())
 
 
 @dataclass(frozen=True, eq=False)
