@@ -103,7 +103,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "the planner gathers towers",
-        "planner/model.py",
+        "_model/blocks.py",
         "return {name: block for name, block in find_blocks(model).items() if not name.startswith(unused)}",
         "return find_blocks(model)",
         (

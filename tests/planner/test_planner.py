@@ -393,7 +393,7 @@ def test_checkpointed_blocks_keep_the_masks_that_they_get() -> None:
     setup = fs.Run(num_gpus=2, micro_batch_size=1, seq_length=256, sac_ratio="1/4", sac_placement="prefix")
     skeleton = build_skeleton(config, setup)
     seen = trace(skeleton, setup)
-    (phase, alone), (both_phase, both) = (
+    (phase, alone, _), (both_phase, both, _) = (
         replay(skeleton, seen, dataclasses.replace(setup, sac_ratio=ratio)) for ratio in ("1/4", "1/2")
     )
     assert phase == both_phase  # what is held of the masks differs between phases

@@ -94,8 +94,7 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[Any
     Raises:
         UnsupportedModelError: For adapters that wrap no layer that could replace them.
     """
-    base = base_of(model)
-    wrappers = {**_tuner_layers(base), **_saved_modules(base)}
+    wrappers, base = {**_tuner_layers(model), **_saved_modules(model)}, base_of(model)
     inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
     try:
         for fqn, module in inner.items():
@@ -120,7 +119,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
             f"{kind} computes beside the base's weights and cannot be merged into them; "
             + ("save_full_state_dict writes it" if is_mixed else "export_adapter writes it in peft's format")
         )
-    return _tuner_layers(base_of(model))
+    return _tuner_layers(model)
 
 
 def refuse_initialised_from_base(configs: Iterable[Any]) -> None:
@@ -224,17 +223,18 @@ def refuse_merged(model: nn.Module, doing: str) -> None:
 
 
 def _tuner_layers(model: nn.Module) -> dict[str, Any]:
-    """The outermost layers that hold adapters by their FQNs, in the order in which peft made them."""
+    """The outermost layers that hold adapters by FQN in the base model, as peft made them one by one."""
     found: dict[str, Any] = {}
-    for fqn, module in model.named_modules():
+    for fqn, module in base_of(model).named_modules():
         if is_a(module, "BaseTunerLayer", "peft") and not fqn.startswith(f"{next(reversed(found), None)}."):
             found[fqn] = module
     return found
 
 
 def _saved_modules(model: nn.Module) -> dict[str, Any]:
-    """Peft's wrappers around modules that are trained as copies, or in part, by FQN."""
-    return {fqn: m for fqn, m in model.named_modules() if is_a(m, "AuxiliaryTrainingWrapper", "peft")}
+    """Peft's wrappers around modules that are trained as copies, or in part, by FQN in the base model."""
+    modules = base_of(model).named_modules()
+    return {fqn: module for fqn, module in modules if is_a(module, "AuxiliaryTrainingWrapper", "peft")}
 
 
 def _nested(layer: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._model.adapters import add_adapters
+from fsdp_sft._model.blocks import decoder_blocks
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._quantised.settings import without_settings
 from fsdp_sft._ranks.agree import agreed, through_rank_0
@@ -20,7 +21,7 @@ from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.check import CheckedJob, Found, Problem
 from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
 from fsdp_sft.loss import prepare_loss
-from fsdp_sft.planner.model import auto_class, build_model, decoder_blocks, likeness
+from fsdp_sft.planner.model import auto_class, build_model, likeness
 from fsdp_sft.step import train_step
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -107,8 +108,7 @@ def _shortened(config: Any, layers: int) -> Any:
     whole = copy.deepcopy(config)
     without_settings(whole)
     text = whole.get_text_config(decoder=True)
-    if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        whole = text
+    whole = text if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else whole
     whole.use_cache = text.use_cache = False
     total = text.num_hidden_layers
     of_layers = {
