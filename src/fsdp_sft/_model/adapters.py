@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.blocks import within_frozen_towers
+from fsdp_sft._model.blocks import not_prepared
 from fsdp_sft._model.view import base_of, is_a, named_tensors, slot
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft.errors import UnsupportedModelError, abridged
@@ -57,7 +57,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
     if any(p.is_meta for p in model.parameters()):
         refuse_initialised_from_base([peft_config])
-    peft_config = _without_towers(peft_config, within_frozen_towers(model))
+    peft_config = _excluding(peft_config, not_prepared(model))
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
         torch.default_generator.manual_seed(seed)
@@ -69,14 +69,14 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     return adapted
 
 
-def _without_towers(peft_config: "PeftConfig", towers: str) -> "PeftConfig":
+def _excluding(peft_config: "PeftConfig", pattern: str) -> "PeftConfig":
     """A configuration that puts no adapters into modules of this pattern; the same one if it is empty."""
-    if not towers or not hasattr(peft_config, "exclude_modules"):
+    if not pattern or not hasattr(peft_config, "exclude_modules"):
         return peft_config
     given = peft_config.exclude_modules or []
     patterns = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
     changed = copy.copy(peft_config)
-    changed.exclude_modules = "|".join(f"(?:{each})" for each in (towers, *patterns))
+    changed.exclude_modules = "|".join(f"(?:{each})" for each in (pattern, *patterns))
     return changed
 
 

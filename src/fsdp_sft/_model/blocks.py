@@ -218,15 +218,19 @@ class _FrozenTowers(tuple[str, ...]):
     """FQNs of the towers that ``freeze_towers`` has frozen, as the model's record keeps them."""
 
 
-def within_frozen_towers(model: nn.Module) -> str:
-    """A regular expression of the FQNs of frozen towers and of all within them; empty if there are none."""
+def not_prepared(model: nn.Module) -> str:
+    """A regular expression of the FQNs of what is not prepared for training, and of all within it, or "".
+
+    That are the towers that ``freeze_towers`` has frozen: they get no adapters, and are neither checkpointed
+    nor packed.
+    """
     names = kept_of(base_of(unwrapped(model)), _FrozenTowers)
     return rf"(.*\.)?({'|'.join(map(re.escape, names))})(\..*)?" if names else ""
 
 
-def outside_frozen_towers(model: nn.Module, named: Mapping[str, T]) -> dict[str, T]:
-    """Those of a model's modules or parameters, by FQN, that are not within frozen towers."""
-    within = re.compile(within_frozen_towers(model))
+def to_prepare(model: nn.Module, named: Mapping[str, T]) -> dict[str, T]:
+    """Those of a model's modules or parameters, by FQN, that are prepared for training."""
+    within = re.compile(not_prepared(model))
     return {name: one for name, one in named.items() if not within.fullmatch(name)}
 
 
