@@ -19,12 +19,13 @@ import transformers as tf
 
 import fsdp_sft as fs
 from fsdp_sft import check
+from fsdp_sft._model.blocks import decoder_blocks
 from fsdp_sft._process.gpus import GIB
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check import CheckedJob, Problem, host_name, machines, parity as of_layers
-from fsdp_sft.check.command import CHECKS, Done, lines_of, ordered, run_check, to_json
+from fsdp_sft.check.command import CHECKS, Done, lines_of, ordered, run_check, sharded_model, to_json
 from fsdp_sft.check.parity import _LEAST, _compare_steps, truncated_config
-from fsdp_sft.planner.model import build_model, decoder_blocks
+from fsdp_sft.planner.model import build_model
 from tests.harness import multimodal
 from tests.harness.models import LATENT, TINY, tiny_config
 from tests.harness.ranks import run_distributed
@@ -151,12 +152,20 @@ FAULTS = {
 }
 
 
-def _job(root: Path, *, replicas: int = 1, cp: int = 1, **training: Any) -> CheckedJob:
+def _job(
+    root: Path,
+    *,
+    replicas: int = 1,
+    cp: int = 1,
+    config: Any = None,
+    frozen_dtype: str | None = None,
+    **training: Any,
+) -> CheckedJob:
     context = fs.init_distributed()
     mesh = fs.build_mesh(dp_replicate=replicas, cp=cp, device_type=context.device.type)
-    training = {"config": truncated_config(None), **training}
-    job = CheckedJob(context, all_gather_objects(host_name()), mesh=mesh, **training)
-    job.folder = root / "own"
+    config = truncated_config(None) if config is None else config
+    job = CheckedJob(context, all_gather_objects(host_name()), config, mesh, frozen_dtype)
+    job.folder, job.sharded = root / "own", lambda *given: sharded_model(job, *given, **training)
     if job.context.rank == 0:
         job.folder.mkdir(exist_ok=True)
     dist.barrier()
@@ -218,7 +227,7 @@ def _config(family: str) -> Any:
 
 
 def _parity(root: Path, family: str | None, training: dict[str, Any], *, planted: bool) -> Done:
-    config = truncated_config(family and _config(family), ep_size=training.get("ep_size", 1))
+    config = truncated_config(family and _config(family), experts_by=training.get("ep_size", 1))
     job = _job(root, config=config, **training)
     fault = _reductions(_zeros) if planted and job.context.rank == VICTIM else nullcontext()
     # Workers that compile would stay, and cost the rank its place in the pool.
@@ -253,7 +262,7 @@ FEATURES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "windows": ("gemma3", {}),
     "tied": ("qwen2-tied", {"frozen_dtype": "bfloat16"}),
     "fp8": ("llama", {"frozen_dtype": "fp8"}),
-    "compiled": (None, {"compile": True}),
+    "compiled": (None, {"compiled": True}),
     "dense first": ("deepseek_v3", {"ep_size": 2}),
     "random routing": ("phimoe", {}),
     "a tower": ("qwen2.5-vl", {"frozen_dtype": "nf4"}),
@@ -323,9 +332,8 @@ def test_a_decoder_that_is_no_model_alone_stays_in_the_whole() -> None:
     }
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     short = truncated_config(tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision))
-    layers = short.get_text_config(decoder=True).num_hidden_layers
-    blocks = decoder_blocks(build_model(short, torch.float32))
-    assert (short.model_type, layers, len(blocks)) == ("qwen2_5_vl", 2, 2)
+    assert (short.model_type, short.get_text_config(decoder=True).num_hidden_layers) == ("qwen2_5_vl", 2)
+    assert len(decoder_blocks(build_model(short, torch.float32))) == 2
     alone = tf.Gemma3Config(text_config={**TINY, "head_dim": 8, "num_hidden_layers": 8})
     assert truncated_config(alone).model_type == "gemma3_text"
 
@@ -333,7 +341,7 @@ def test_a_decoder_that_is_no_model_alone_stays_in_the_whole() -> None:
 @pytest.mark.parametrize(("ranks", "experts"), [(1, 16), (2, 16), (32, 32), (48, 64)])
 def test_fewer_experts_leave_the_router_a_choice(ranks: int, experts: int) -> None:
     config = CONFIGS["dense first"][0]()
-    short = truncated_config(config, ep_size=ranks)
+    short = truncated_config(config, experts_by=ranks)
     assert (short.n_routed_experts, config.n_routed_experts) == (experts, 64)
 
 

@@ -114,7 +114,7 @@ MISTAKES = [
     Mistake(
         "a global batch of each rank",
         "step/loader.py",
-        "    ranks = world_size() // cp_size(mesh)",
+        "    ranks = world_size() // (1 if group is None else group.size())",
         "    ranks = 1",
         ("tests/step/test_batches.py",),
     ),
@@ -185,8 +185,8 @@ MISTAKES = [
     Mistake(
         "a mean of each rank's own mean",
         "loss/counting.py",
-        "        targets, tokens, weight = sum_over_mesh(once, mesh)",
-        "        targets, tokens, weight = (max(one, 1) * world_size() for one in own)",
+        "all_reduce_sum(own if sharing is None or sharing.rank() == 0 else [0.0] * 3)",
+        "(max(one, 1) * world_size() for one in own)",
         ("tests/test_parity.py",),
     ),
     Mistake(

@@ -123,6 +123,13 @@ MISTAKES: list[Mistake] = [
         ("tests/weights/test_devices.py::test_fresh_memory_is_mapped_before_it_is_written",),
     ),
     Mistake(
+        "gaps of megabytes between short rows are read on the way to an accelerator",
+        "_tensors/stored.py",
+        "needed * itemsize < MIN_RUN_BYTES and step * itemsize <= _COPIED_BYTES\n",
+        "needed * itemsize < MIN_RUN_BYTES\n",
+        ("tests/weights/test_devices.py::test_short_rows_that_lie_far_apart_are_read_alone_onto_any_device",),
+    ),
+    Mistake(
         "the first reads of a cold file are not fetched ahead",
         "_tensors/reader.py",
         "[0 if self._taken == 1 else -1 :]",
@@ -146,8 +153,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "what a class makes in float32 without listing it is computed in 16 bits",
         "shard/float32_modules.py",
-        "if dtypes.get(name) == torch.float32 or _matches(name, patterns)",
-        "if _matches(name, patterns)",
+        "if dtypes.get(name) == torch.float32 or listed.search(name)",
+        "if listed.search(name)",
         ("tests/shard/test_shard.py",),
     ),
     Mistake(

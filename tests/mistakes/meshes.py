@@ -149,14 +149,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "rows of a pack that ranks share see each other",
-        "attention/context_parallel/attention.py",
+        "attention/context_parallel/group.py",
         "mask_function = keep_rows_apart(mask_function, whole.position_ids, whole.rows)",
         "pass",
         ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
     ),
     Mistake(
         "each rank attends with the sinks of the first heads",
-        "attention/context_parallel/attention.py",
+        "attention/context_parallel/group.py",
         "self.group.rank * each, each)",
         "0, each)",
         ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
@@ -206,13 +206,13 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a row is counted by each rank that shares it",
         "loss/counting.py",
-        "once = own if sharing is None or sharing.rank == 0 else [0.0] * len(own)",
-        "once = own",
+        "all_reduce_sum(own if sharing is None or sharing.rank() == 0 else [0.0] * 3)",
+        "all_reduce_sum(own)",
         ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
     ),
     Mistake(
         "padding on the left sees filler",
-        "attention/context_parallel/attention.py",
+        "attention/context_parallel/group.py",
         "        inner[..., -whole.filler :] = -math.inf\n",
         "        pass\n",
         ("tests/attention/context_parallel/test_exact.py::test_padding_on_the_left_does_not_see_filler",),

@@ -23,8 +23,8 @@ MISTAKES = [
     Mistake(
         "a loss of whole rows counts once for each rank that shares them",
         "step/objective.py",
-        "            summed = summed / group.size\n",
-        "",
+        "summed = rows.share(loss.reshape(()))",
+        "summed = loss.reshape(())",
         STEPS,
     ),
     Mistake(
@@ -37,7 +37,7 @@ MISTAKES = [
     Mistake(
         "a loss_sum of a part taken for that of whole rows",
         "loss/causal.py",
-        "    if group is not None and OF_WHOLE_ROWS.get():",
+        "    if OF_WHOLE_ROWS.get():",
         "    if False:",
         STEPS,
     ),

@@ -27,7 +27,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "adapters are put into frozen towers",
         "_model/adapters.py",
-        "    peft_config = _without_towers(peft_config, within_frozen_towers(model))\n",
+        "    peft_config = _excluding(peft_config, not_prepared(model))\n",
         "",
         ("tests/model/test_adapters.py",),
     ),
@@ -41,7 +41,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "frozen towers are packed with a block around them",
         "shard/packing.py",
-        "chosen = outside_frozen_towers(base, matrices_to_pack(",
+        "chosen = to_prepare(base, matrices_to_pack(",
         "chosen = dict(matrices_to_pack(",
         ("tests/model/test_adapters.py::test_fractions_and_packing_leave_them_out",),
     ),
@@ -103,7 +103,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "the planner gathers towers",
-        "planner/model.py",
+        "_model/blocks.py",
         "return {name: block for name, block in find_blocks(model).items() if not name.startswith(unused)}",
         "return find_blocks(model)",
         (

@@ -18,7 +18,7 @@ from fsdp_sft import estimate_memory
 from fsdp_sft._model.blocks import towers_of
 from fsdp_sft._process.gpus import GIB
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, share_attention
-from fsdp_sft.loss.part import part_of
+from fsdp_sft.loss import Rows
 from fsdp_sft.planner import model
 from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.replay import INPUTS, replay
@@ -131,7 +131,7 @@ def _saved_bytes(
         share_attention(model)
         # Ranks of which this process is the first, and whose exchanges bring nothing.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cp)
-        inputs = part_of(inputs, SequenceGroup(dist.group.WORLD.group_name, cp, 0, 0))
+        inputs = Rows(SequenceGroup(dist.group.WORLD.group_name, cp, 0)).part(inputs)
         forward = part_of_rows(inputs.whole)
     inputs = {name: value for name, value in inputs.items() if "labels" not in name}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), forward:
@@ -393,7 +393,7 @@ def test_checkpointed_blocks_keep_the_masks_that_they_get() -> None:
     setup = fs.Run(num_gpus=2, micro_batch_size=1, seq_length=256, sac_ratio="1/4", sac_placement="prefix")
     skeleton = build_skeleton(config, setup)
     seen = trace(skeleton, setup)
-    (phase, alone), (both_phase, both) = (
+    (phase, alone, _), (both_phase, both, _) = (
         replay(skeleton, seen, dataclasses.replace(setup, sac_ratio=ratio)) for ratio in ("1/4", "1/2")
     )
     assert phase == both_phase  # what is held of the masks differs between phases

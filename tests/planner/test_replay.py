@@ -52,7 +52,7 @@ def test_the_picture_is_what_the_replay_does(monkeypatch: pytest.MonkeyPatch) ->
         look(step, phase, part, extra)
 
     monkeypatch.setattr(replay._Step, "look", looks)
-    phase, parts = replay.replay(skeleton, trace(skeleton, setup), setup)
+    phase, parts, _ = replay.replay(skeleton, trace(skeleton, setup), setup)
     lines = re.findall(r" (\d+)  ([VBakgsow]{4,})(?: .*)?$", replay.__doc__ or "", re.MULTILINE)
     drawn = [(int(mib), bar) for mib, bar in lines]
     assert len(drawn) == 15

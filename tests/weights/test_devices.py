@@ -78,8 +78,7 @@ def _load_sharded(folder: Path, offload: bool) -> tuple[list[str], list[int], se
     _several_threads_and_small_pieces()
     context = fs.init_distributed()
     assert context.device.index == context.rank
-    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
-    model = composed(folder, mesh=fs.build_mesh(), **options)
+    model = composed(folder, mesh=fs.build_mesh(), offload_policy=CPUOffloadPolicy() if offload else None)
     where = {device for p in model.parameters() for device in (p.device.type, p.to_local().device.type)}
     wrong, touched = _wrong_values(model, folder), torch.sim.touched()
     ids = torch.arange(3, 19).view(2, 8)
@@ -104,16 +103,14 @@ def test_shards_that_stay_on_the_host_are_loaded_there(checkpoint: Path) -> None
 
 def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     """(peak beside the shards, the shards, the largest one), in bytes of the device."""
-    stored._LARGE_BYTES = PIECE
-    fill._PIECE_ELEMENTS = PIECE // 8
+    stored._LARGE_BYTES, fill._PIECE_ELEMENTS = PIECE, PIECE // 8
     fs.init_distributed()
     mesh = fs.build_mesh()
     before = torch.sim.memory_allocated()
     torch.sim.reset_peak_memory_stats()
     model = fs.load_pretrained(folder, mesh=mesh, **options)
-    beside = torch.sim.max_memory_allocated() - torch.sim.memory_allocated()
-    shards = torch.sim.memory_allocated() - before
-    return beside, shards, max(p.to_local().nbytes for p in model.parameters())
+    after, largest = torch.sim.memory_allocated(), max(p.to_local().nbytes for p in model.parameters())
+    return torch.sim.max_memory_allocated() - after, after - before, largest
 
 
 @pytest.mark.parametrize(
@@ -202,3 +199,11 @@ def test_what_lies_beside_a_part_is_not_fetched(tmp_path: Path, monkeypatch: pyt
     if plainly < 1.2 * asked:
         pytest.skip(f"this file system fetches {plainly} bytes for {asked} without being told")
     assert asked <= with_advice <= 1.15 * asked, f"{plainly} without advice"
+
+
+def test_short_rows_that_lie_far_apart_are_read_alone_onto_any_device() -> None:
+    far = stored.InFile(Path(), stored.TensorEntry(torch.uint8, (8, 1 << 19), 0, 1 << 22))
+    assert [
+        one.num_bytes
+        for one in far.reads(far.piece("far"), Box((0, 0), (8, 99)), torch.empty((8, 99), device="meta"))
+    ] == [99] * 8

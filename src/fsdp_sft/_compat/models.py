@@ -1,22 +1,28 @@
 """transformers' model classes: how they are built, tied, initialised, and what they keep in float32."""
 
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def float32_patterns(model: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Patterns of names that transformers keeps in float32 in a model of that dtype.
+def float32_names(model: nn.Module, dtype: torch.dtype) -> re.Pattern[str]:
+    """What names contain, as whole components, that transformers keeps in float32 in a model of that dtype.
 
-    It reads them from class attributes that no public function shows, in ``_get_dtype_plan``.
+    It reads that from class attributes that no public function shows, in ``_get_dtype_plan``.
     """
-    return {
-        pattern
-        for module in model.modules()
-        if hasattr(module, "_get_dtype_plan")
-        for pattern in module._get_dtype_plan(dtype)  # type: ignore[operator]
-    }
+    return re.compile(
+        "|".join(
+            {
+                rf"(?:^|\.){re.escape(pattern)}(?:\.|$)"
+                for module in model.modules()
+                if hasattr(module, "_get_dtype_plan")
+                for pattern in module._get_dtype_plan(dtype)  # type: ignore[operator]
+            }
+        )
+        or "(?!)"
+    )
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
@@ -51,8 +57,6 @@ def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any
         patch_output_recorders(model)
     kept = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
     if kept:
-        import re
-
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.is_floating_point() and re.search("|".join(kept), name):
                 parameter.data = parameter.data.to(torch.float32)

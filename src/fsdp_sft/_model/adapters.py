@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.blocks import within_frozen_towers
+from fsdp_sft._model.blocks import not_prepared
 from fsdp_sft._model.view import base_of, is_a, named_tensors, slot
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft.errors import UnsupportedModelError, abridged
@@ -57,7 +57,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
     if any(p.is_meta for p in model.parameters()):
         refuse_initialised_from_base([peft_config])
-    peft_config = _without_towers(peft_config, within_frozen_towers(model))
+    peft_config = _excluding(peft_config, not_prepared(model))
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
         torch.default_generator.manual_seed(seed)
@@ -69,14 +69,14 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     return adapted
 
 
-def _without_towers(peft_config: "PeftConfig", towers: str) -> "PeftConfig":
+def _excluding(peft_config: "PeftConfig", pattern: str) -> "PeftConfig":
     """A configuration that puts no adapters into modules of this pattern; the same one if it is empty."""
-    if not towers or not hasattr(peft_config, "exclude_modules"):
+    if not pattern or not hasattr(peft_config, "exclude_modules"):
         return peft_config
     given = peft_config.exclude_modules or []
     patterns = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
     changed = copy.copy(peft_config)
-    changed.exclude_modules = "|".join(f"(?:{each})" for each in (towers, *patterns))
+    changed.exclude_modules = "|".join(f"(?:{each})" for each in (pattern, *patterns))
     return changed
 
 
@@ -94,8 +94,7 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[Any
     Raises:
         UnsupportedModelError: For adapters that wrap no layer that could replace them.
     """
-    base = base_of(model)
-    wrappers = {**_tuner_layers(base), **_saved_modules(base)}
+    wrappers, base = {**_tuner_layers(model), **_saved_modules(model)}, base_of(model)
     inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
     try:
         for fqn, module in inner.items():
@@ -120,7 +119,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
             f"{kind} computes beside the base's weights and cannot be merged into them; "
             + ("save_full_state_dict writes it" if is_mixed else "export_adapter writes it in peft's format")
         )
-    return _tuner_layers(base_of(model))
+    return _tuner_layers(model)
 
 
 def refuse_initialised_from_base(configs: Iterable[Any]) -> None:
@@ -224,17 +223,18 @@ def refuse_merged(model: nn.Module, doing: str) -> None:
 
 
 def _tuner_layers(model: nn.Module) -> dict[str, Any]:
-    """The outermost layers that hold adapters by their FQNs, in the order in which peft made them."""
+    """The outermost layers that hold adapters by FQN in the base model, as peft made them one by one."""
     found: dict[str, Any] = {}
-    for fqn, module in model.named_modules():
+    for fqn, module in base_of(model).named_modules():
         if is_a(module, "BaseTunerLayer", "peft") and not fqn.startswith(f"{next(reversed(found), None)}."):
             found[fqn] = module
     return found
 
 
 def _saved_modules(model: nn.Module) -> dict[str, Any]:
-    """Peft's wrappers around modules that are trained as copies, or in part, by FQN."""
-    return {fqn: m for fqn, m in model.named_modules() if is_a(m, "AuxiliaryTrainingWrapper", "peft")}
+    """Peft's wrappers around modules that are trained as copies, or in part, by FQN in the base model."""
+    modules = base_of(model).named_modules()
+    return {fqn: module for fqn, module in modules if is_a(module, "AuxiliaryTrainingWrapper", "peft")}
 
 
 def _nested(layer: Any) -> list[Any]:

@@ -144,26 +144,34 @@ def _inside(fqn: str, outer: Iterable[str]) -> bool:
     return any(fqn.startswith(f"{prefix}.") for prefix in outer)
 
 
-def towers_of(model: nn.Module) -> list[str]:
+def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that text goes through, by FQN: those of towers left out."""
+    unused = tuple(f"{tower}." for tower in towers_of(model))
+    return {name: block for name, block in find_blocks(model).items() if not name.startswith(unused)}
+
+
+def towers_of(model: Any) -> list[str]:
     """FQNs of the outermost modules of a multimodal model that text does not pass through.
 
     These are the modules of its base model, such as a vision tower and the projector after it, that have no
     parameter of the text decoder or of the embeddings. Empty for a model of text alone, with an encoder or
     without.
+
+    Args:
+        model: The model, without wrappers and adapters around it.
     """
-    inner: Any = base_of(unwrapped(model))
-    config: Any = getattr(inner, "config", None)
+    config: Any = getattr(model, "config", None)
     if (
         not hasattr(config, "get_text_config")
-        or not hasattr(inner, "get_decoder")
+        or not hasattr(model, "get_decoder")
         or getattr(config, "is_encoder_decoder", False)
         or config.get_text_config(decoder=True) is config
     ):
         return []
-    base = getattr(inner, "base_model", inner)
-    text = [inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings()]
+    base = getattr(model, "base_model", model)
+    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     used = {id(p) for module in text if module is not None for p in module.parameters()}
-    prefix = next(f"{name}." if name else "" for name, module in inner.named_modules() if module is base)
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
     return [prefix + name for name in _outermost(base, used)]
 
 
@@ -196,8 +204,8 @@ def freeze_towers(model: nn.Module) -> list[str]:
         >>> fs.freeze_towers(model)  # a LLaVA: ['model.vision_tower', ...]
         []
     """
-    names = towers_of(model)
     inner = base_of(unwrapped(model))
+    names = towers_of(inner)
     for name in names:
         inner.get_submodule(name).requires_grad_(False)
     record_of(inner).keep(_FrozenTowers(names))
@@ -210,15 +218,19 @@ class _FrozenTowers(tuple[str, ...]):
     """FQNs of the towers that ``freeze_towers`` has frozen, as the model's record keeps them."""
 
 
-def within_frozen_towers(model: nn.Module) -> str:
-    """A regular expression of the FQNs of frozen towers and of all within them; empty if there are none."""
+def not_prepared(model: nn.Module) -> str:
+    """A regular expression of the FQNs of what is not prepared for training, and of all within it, or "".
+
+    That are the towers that ``freeze_towers`` has frozen: they get no adapters, and are neither checkpointed
+    nor packed.
+    """
     names = kept_of(base_of(unwrapped(model)), _FrozenTowers)
     return rf"(.*\.)?({'|'.join(map(re.escape, names))})(\..*)?" if names else ""
 
 
-def outside_frozen_towers(model: nn.Module, named: Mapping[str, T]) -> dict[str, T]:
-    """Those of a model's modules or parameters, by FQN, that are not within frozen towers."""
-    within = re.compile(within_frozen_towers(model))
+def to_prepare(model: nn.Module, named: Mapping[str, T]) -> dict[str, T]:
+    """Those of a model's modules or parameters, by FQN, that are prepared for training."""
+    within = re.compile(not_prepared(model))
     return {name: one for name, one in named.items() if not within.fullmatch(name)}
 
 

@@ -1,5 +1,7 @@
 """A sharded model: its mesh, its device, and the resharding of gathered parameters."""
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -17,7 +19,7 @@ from fsdp_sft._compat.fsdp import (
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 from fsdp_sft._model.view import record_of, replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
-from fsdp_sft._ranks.mesh import DP_REPLICATE, EP, layer_axes
+from fsdp_sft._ranks.mesh import DP_REPLICATE, layer_axes, mesh_of_rows
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 
@@ -72,25 +74,25 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
 
 
 def _mesh_of_parameters(model: torch.nn.Module) -> DeviceMesh | None:
-    """The largest mesh of a model's parameters, which shows how rows are distributed; None without shards.
-
-    That of experts which ranks share out does not: others come first.
-    """
-    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    return max(meshes, key=lambda mesh: (EP not in (mesh.mesh_dim_names or ()), mesh.size()), default=None)
+    """The mesh of a model's parameters that shows how rows are distributed; None without shards."""
+    return mesh_of_rows(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
 
 
-def reshard(model: torch.nn.Module) -> None:
+def reshard(model: torch.nn.Module) -> Any:
     """Reshard the gathered FSDP2 parameters of ``model``; does nothing to an ordinary model.
 
     After a forward without a backward the root's parameters stay gathered (torch's default), so all code that
     reads or writes parameters calls this first. What a failed forward or backward has left is dropped.
+
+    Returns:
+        The model inside any wrappers, of which it is known then that they hide nothing.
 
     Raises:
         UnsupportedModelError: If the model is in a wrapper that hides its parameters, or parameters were
             replaced after its first forward.
     """
     replicas_of(model)
+    model = unwrapped(model)
     if is_broken_off(model):
         forget_failed_iteration(model)
     replaced: list[tuple[torch.nn.Module, str]] = []
@@ -109,6 +111,7 @@ def reshard(model: torch.nn.Module) -> None:
             "or change their values under torch.no_grad(): parameter.copy_(distribute_tensor(value, "
             "parameter.device_mesh, parameter.placements)), of torch.distributed.tensor"
         )
+    return model
 
 
 def refuse_changed_gradients(model: torch.nn.Module, mesh: DeviceMesh) -> None:

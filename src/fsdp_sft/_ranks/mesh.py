@@ -1,6 +1,8 @@
 """The ranks of the job as a mesh: how it is made, who shares rows, and where parameters are sharded."""
 
+import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -61,9 +63,9 @@ def mesh_of_job(given: DeviceMesh | None = None) -> DeviceMesh | None:
     return next(iter(different.values()), None)
 
 
-def has_made_cp() -> bool:
-    """Whether this process has made a mesh with ``cp``."""
-    return any(cp_size(mesh) > 1 for mesh in _present())
+def shares_rows_elsewhere(mesh: DeviceMesh) -> bool:
+    """Whether no ranks share rows in ``mesh``, and some do in another that this process has made."""
+    return CP not in (mesh.mesh_dim_names or ()) and any(cp_size(other) > 1 for other in _present())
 
 
 def _present() -> "list[DeviceMesh]":
@@ -89,6 +91,14 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return found
 
 
+def mesh_of_rows(meshes: Iterable[DeviceMesh]) -> DeviceMesh | None:
+    """The one of a model's meshes that shows how rows are distributed: the largest; None if there is none.
+
+    That of experts which ranks share out does not show it: others come first.
+    """
+    return max(meshes, key=lambda mesh: (EP not in (mesh.mesh_dim_names or ()), mesh.size()), default=None)
+
+
 def layer_axes(mesh: DeviceMesh | None) -> set[str]:
     """The axes of a mesh along which ranks have the same rows, and different layers or parts of layers."""
     return _OF_LAYERS & set(mesh.mesh_dim_names or () if mesh is not None else ())
@@ -109,11 +119,6 @@ def cp_size(mesh: DeviceMesh | None) -> int:
     return mesh[CP].size() if mesh is not None and CP in names else 1
 
 
-def cp_rank(mesh: DeviceMesh | None) -> int:
-    """Index of the part of each row that this rank computes; 0 without context parallelism."""
-    return mesh.get_local_rank(CP) if cp_size(mesh) > 1 and mesh is not None else 0
-
-
 def data_parallel_place(mesh: DeviceMesh) -> tuple[int, int]:
     """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have the same share.
 
@@ -122,6 +127,28 @@ def data_parallel_place(mesh: DeviceMesh) -> tuple[int, int]:
     """
     place, each = mesh.mesh.flatten().tolist().index(this_rank()), cp_size(mesh)
     return place // each, mesh.size() // each  # cp is the last axis
+
+
+def row_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks that have this rank's rows, the first of which reads and counts them; None if no other has.
+
+    Raises:
+        ValueError: If ``cp_size`` refuses the mesh.
+    """
+    return mesh.get_group(CP) if mesh is not None and cp_size(mesh) > 1 else None
+
+
+def place_of_rows(mesh: Any) -> tuple[int, ...]:
+    """This rank's coordinates in a mesh, but for that along ``cp``: the same for ranks that share rows."""
+    names = mesh.mesh_dim_names or itertools.repeat("")  # a mesh of torch need not have names
+    return tuple(at for at, name in zip(mesh.get_coordinate() or (), names, strict=False) if name != CP)
+
+
+def exchange_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """The axes along which ranks exchange parameters, gradients and rows, each with its group."""
+    own, sharing = parameter_mesh(mesh), row_group(mesh)
+    groups = {name: own.get_group(name) for name in own.mesh_dim_names or () if own[name].size() > 1}
+    return groups if sharing is None else {**groups, CP: sharing}
 
 
 def build_mesh(
@@ -175,11 +202,10 @@ def build_mesh(
     with careful_gloo():
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         whole = mesh if cp == 1 else split_axis(mesh, DP_SHARD_CP, {DP_SHARD: dp_shard, CP: cp})
-    for axis in axes:
-        connect_neighbours(mesh.get_group(axis))
     if cp > 1:
-        connect_neighbours(whole.get_group(CP))
         made_of(whole)[_PARAMETERS] = mesh
+    for group in exchange_groups(whole).values():
+        connect_neighbours(group)
     made = [*_present(), whole]
     _made.clear()  # a mesh keeps its group alive, also one that has ended
     _made[world] = made

@@ -206,3 +206,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that holds this rank's part of ``tensor``: its values, or what they are made of."""
     local = local_of(tensor)
     return getattr(local, "rows", local)
+
+
+def memory_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors in the same memory; an empty shard has none, so its ``id`` is used."""
+    local = memory_of(tensor)
+    return local.untyped_storage().data_ptr() if local.numel() else id(tensor)

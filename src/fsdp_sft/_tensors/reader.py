@@ -102,14 +102,11 @@ class _Reader:
         progress: Callable[[int], None],
         damaged: type[Exception],
     ) -> None:
-        self._reads = reads
-        self._device = device
-        self._progress = progress
-        self._damaged = damaged
-        self._taken = 0
+        self._reads, self._device = reads, device
+        self._progress, self._damaged = progress, damaged
+        self._taken, self._lock = 0, threading.Lock()
         self._left = Counter(run.file for read in reads for run in read.runs)  # runs of each file
         self.descriptors: dict[Path, int] = {}
-        self._lock = threading.Lock()
 
     def work(self) -> None:
         """Read until nothing is left or another thread has failed."""

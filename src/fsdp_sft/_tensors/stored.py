@@ -163,8 +163,7 @@ class InFile(Stored):
 
     def _read(self, part: Piece, place: torch.Tensor, compare: bool) -> Iterator[Read]:
         dtype, every = self.entry.dtype, _dims(part, place)
-        has_no_gaps = len(every) == 1 and every[0][1:] == (1, 1)
-        stored_as = dtype if has_no_gaps and not compare else None
+        stored_as = dtype if not compare and len(every) == 1 and every[0][1:] == (1, 1) else None
         limit = copied_bytes(place.device) if stored_as is None else _LARGE_BYTES
         for at, place_at, dims in _cut(
             part.offset, int(place.storage_offset()), every, dtype.itemsize, limit
@@ -173,8 +172,7 @@ class InFile(Stored):
             span = 1 + sum((n - 1) * step for n, step, _ in dims)  # from the first element to the last
             run = ByteRange(self.file, self.entry.start + at * dtype.itemsize, span * dtype.itemsize)
             view = place.as_strided(size, place_stride, place_at)
-            make = partial(_strided, dtype, size, stride)
-            yield Read(part.key, (run,), make, view, compare, stored_as)
+            yield Read(part.key, (run,), partial(_strided, dtype, size, stride), view, compare, stored_as)
 
 
 def _strided(dtype: torch.dtype, size: Ints, stride: Ints, raws: list[torch.Tensor]) -> torch.Tensor:
@@ -227,8 +225,10 @@ def _cut(
     inner_span = 1 + sum((n - 1) * s for n, s, _ in inner)  # from first to last element of one row
     inner_bytes = inner_span * itemsize
     needed = math.prod(n for n, _, _ in inner)  # elements of one row that belong to the box
-    # One read for several rows wastes little, although it includes the gaps between them.
-    dense = needed * 20 >= step * 19 or needed * itemsize < MIN_RUN_BYTES
+    # One read for several rows wastes little, although it includes the gaps between them. A read for a short
+    # row alone takes as long as a gap of about 100 KB, whatever the device.
+    is_short = needed * itemsize < MIN_RUN_BYTES and step * itemsize <= _COPIED_BYTES
+    dense = needed * 20 >= step * 19 or is_short
     fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < MIN_RUN_BYTES
     rows = max(1, (limit - inner_bytes) // (step * itemsize) + 1) if dense and fits else 1
     for row in range(0, size, rows):

@@ -68,9 +68,9 @@ class CheckedJob:
         hosts: The host of each rank.
         config: A transformers config of few layers.
         mesh: The mesh of the training, a ``DeviceMesh``.
-        ep_size: As ``shard_model(ep_size=)``.
-        compile: Whether the blocks are compiled.
         frozen_dtype: As ``shard_model(frozen_dtype=)``, below adapters; None trains all parameters.
+        sharded: Function of a checkpoint's folder and a dtype: the model as it is trained, computing in this
+            dtype; all ranks call it.
         folder: A new folder for files, which all ranks see; None without.
         measured: Rates and sizes, for ``check.json``.
     """
@@ -79,9 +79,8 @@ class CheckedJob:
     hosts: list[str]
     config: Any = None
     mesh: Any = None
-    ep_size: int = 1
-    compile: bool = False
     frozen_dtype: str | None = None
+    sharded: Any = None
     folder: Path | None = None
     measured: dict[str, Any] = field(default_factory=dict)
 

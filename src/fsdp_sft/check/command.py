@@ -11,8 +11,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._process.devices import device_name
@@ -20,11 +24,15 @@ from fsdp_sft._ranks.agree import agreed, all_gather_objects, raise_first, said_
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.mesh import build_mesh
 from fsdp_sft._tensors.disk import full_path
+from fsdp_sft.attention.context_parallel import use_context_parallel
 from fsdp_sft.check import ACCELERATORS, CheckedJob, Found, Problem, environment, host_name
 from fsdp_sft.check.machines import folder, network, products, reductions
-from fsdp_sft.check.parity import parity, truncated_config
+from fsdp_sft.check.parity import adapted, parity, truncated_config
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged, printable
 from fsdp_sft.jobs.watchdog import Watchdog
+from fsdp_sft.shard.apply import shard_model
+from fsdp_sft.shard.compile import compile_blocks
+from fsdp_sft.weights import build_meta_model, load_weights
 
 # What names a broken machine comes first.
 CHECKS: dict[str, Callable[[CheckedJob], Found]] = {
@@ -75,7 +83,7 @@ def check(args: argparse.Namespace) -> int:
         config = truncated_config(
             None if args.model is None else config_of(args.model),
             width=4096 if context.device.type in ACCELERATORS else 256,
-            ep_size=args.ep,
+            experts_by=args.ep,
         )
         if context.is_main:
             args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -85,10 +93,9 @@ def check(args: argparse.Namespace) -> int:
         all_gather_objects(host_name()),
         mesh=build_mesh(dp_replicate=args.replicas, cp=args.cp, device_type=context.device.type),
         config=config,
-        ep_size=args.ep,
-        compile=args.compile,
         frozen_dtype=args.frozen,
     )
+    job.sharded = partial(sharded_model, job, ep_size=args.ep, compiled=args.compile)
     done: list[Done] = []
     # The watchdog is told of a lost rank too, for it may know which.
     with (
@@ -110,6 +117,29 @@ def check(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(to_json(job, done, problems), indent=1) + "\n")
         print(f"Measured: {args.json}", flush=True)
     return 1 if any(one.level == "fail" for one in problems) else 0
+
+
+def sharded_model(
+    job: CheckedJob, source: Path, dtype: torch.dtype, *, ep_size: int = 1, compiled: bool = False
+) -> Any:
+    """The model of a folder as the job would train it, computing in ``dtype``.
+
+    Collective: all ranks.
+    """
+    built: Any = build_meta_model(source)
+    model = built if job.frozen_dtype is None else adapted(built)
+    if compiled:
+        compile_blocks(model)
+    shard_model(
+        model,
+        mesh=job.mesh,
+        frozen_dtype=torch.bfloat16 if job.frozen_dtype == "bfloat16" else job.frozen_dtype,
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        ep_size=ep_size,
+    )
+    load_weights(model, source)
+    use_context_parallel(model, mesh=job.mesh)
+    return model.train()
 
 
 def _folder_below(job: CheckedJob, root: Path | None) -> AbstractContextManager[Any]:

@@ -13,20 +13,11 @@ import torch.distributed as dist
 
 from fsdp_sft._process.devices import synchronize
 from fsdp_sft._ranks.agree import agreed, all_gather_objects
-from fsdp_sft._ranks.mesh import CP, parameter_mesh
+from fsdp_sft._ranks.mesh import exchange_groups
 from fsdp_sft._tensors.disk import sync_file
 from fsdp_sft.check import CheckedJob, Found, Problem
 
 _MIB = 1 << 20
-
-
-def axes_of(job: CheckedJob) -> dict[str, dist.ProcessGroup]:
-    """The axes of the mesh along which ranks exchange parameters, gradients and rows, each with its group."""
-    own = parameter_mesh(job.mesh)
-    axes = {name: own for name in own.mesh_dim_names or () if own[name].size() > 1}
-    if CP in (job.mesh.mesh_dim_names or ()) and job.mesh[CP].size() > 1:
-        axes[CP] = job.mesh
-    return {name: mesh.get_group(name) for name, mesh in axes.items()}
 
 
 # --- products ---------------------------------------------------------------------------------------------
@@ -116,7 +107,7 @@ def reductions(job: CheckedJob) -> Found:
         return "not seen: one rank reduces nothing", []
     wrong = [
         f"{name} of {str(dtype).removeprefix('torch.')} along {axis}"
-        for (axis, group), dtype in product(axes_of(job).items(), _LARGEST)
+        for (axis, group), dtype in product(exchange_groups(job.mesh).items(), _LARGEST)
         for name in _wrong(job, group, dtype)
     ]
     advice = "gradients would be wrong too; try another version of torch or of NCCL, or NCCL_ALGO=Ring"
@@ -167,7 +158,7 @@ def network(job: CheckedJob) -> Found:
     """How fast ranks gather along each axis, and whether all links of a rank are slow."""
     if job.context.world_size == 1:
         return "not seen: one rank exchanges nothing", []
-    rates = {axis: _gather_rate(job, group) for axis, group in axes_of(job).items()}
+    rates = {axis: _gather_rate(job, group) for axis, group in exchange_groups(job.mesh).items()}
     job.measured["bytes_per_second"] = rates
     said = [f"{axis} {rate / 1e9:.3g} GB/s a rank" for axis, rate in rates.items()]
     # Links are compared with their own kind: a node's first device may reach its neighbour, and its adapter

@@ -9,25 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 from fsdp_sft._model.adapters import add_adapters
+from fsdp_sft._model.blocks import decoder_blocks
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._quantised.settings import without_settings
 from fsdp_sft._ranks.agree import agreed, through_rank_0
-from fsdp_sft._ranks.mesh import cp_size, data_parallel_place
+from fsdp_sft._ranks.mesh import data_parallel_place
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft.attention.context_parallel import use_context_parallel
 from fsdp_sft.check import CheckedJob, Found, Problem
 from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
 from fsdp_sft.loss import prepare_loss
-from fsdp_sft.planner.model import auto_class, build_model, decoder_blocks, likeness
-from fsdp_sft.shard.apply import shard_model
-from fsdp_sft.shard.compile import compile_blocks
+from fsdp_sft.planner.model import auto_class, build_model, likeness
 from fsdp_sft.step import train_step
 from fsdp_sft.targets import IGNORE_INDEX
-from fsdp_sft.weights import build_meta_model, load_weights
 
 _ROWS, _LENGTH = 2, 32  # rows of a rank, tokens of a row
 _RATE, _MAX_NORM, _LORA_RANK = 0.5, 1.0, 4
@@ -70,7 +66,7 @@ def parity(job: CheckedJob) -> Found:
 # --- the layers -------------------------------------------------------------------------------------------
 
 
-def truncated_config(config: Any | None, *, width: int = 256, ep_size: int = 1) -> Any:
+def truncated_config(config: Any | None, *, width: int = 256, experts_by: int = 1) -> Any:
     """A config of the model's first layers, up to the first of each kind, with a small vocabulary.
 
     Mixtures may begin with dense layers, and only every fourth or sixth layer may have full attention. There
@@ -80,7 +76,7 @@ def truncated_config(config: Any | None, *, width: int = 256, ep_size: int = 1) 
     Args:
         config: A transformers config, which stays as it is; None for a Llama of this width.
         width: Of that Llama.
-        ep_size: Ranks among which the experts have to divide.
+        experts_by: Number that has to divide the experts of a layer.
     """
     if config is None:
         from transformers import LlamaConfig
@@ -101,7 +97,7 @@ def truncated_config(config: Any | None, *, width: int = 256, ep_size: int = 1) 
     for name, value in vars(text).items():
         if _RANDOM.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
             setattr(text, name, 0.0)
-    _leave_out_experts(text, ep_size)
+    _leave_out_experts(text, experts_by)
     return short
 
 
@@ -112,8 +108,7 @@ def _shortened(config: Any, layers: int) -> Any:
     whole = copy.deepcopy(config)
     without_settings(whole)
     text = whole.get_text_config(decoder=True)
-    if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        whole = text
+    whole = text if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else whole
     whole.use_cache = text.use_cache = False
     total = text.num_hidden_layers
     of_layers = {
@@ -130,14 +125,14 @@ def _shortened(config: Any, layers: int) -> Any:
     return whole
 
 
-def _leave_out_experts(text: Any, ranks: int) -> None:
+def _leave_out_experts(text: Any, divisor: int) -> None:
     groups, chosen_groups = (int(getattr(text, name, None) or 1) for name in ("n_group", "topk_group"))
     chosen = next(filter(None, (getattr(text, name, None) for name in _CHOSEN)), None)
     for name in _EXPERTS:
         number = vars(text).get(name)
         if isinstance(number, int) and isinstance(chosen, int):
             least = 2 * max(chosen * groups // chosen_groups, groups)
-            while number % 2 == 0 and number // 2 >= least and number // 2 % math.lcm(ranks, groups) == 0:
+            while number % 2 == 0 and number // 2 >= least and number // 2 % math.lcm(divisor, groups) == 0:
                 number //= 2
             setattr(text, name, number)
 
@@ -179,38 +174,21 @@ def _lora() -> Any:
     return LoraConfig(r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def sharded_model(job: CheckedJob, source: Path, dtype: torch.dtype) -> Any:
-    """The model as the job would train it, computing in ``dtype``.
-
-    Collective: all ranks.
-    """
-    model: Any = build_meta_model(source)
-    if job.frozen_dtype is not None:
-        model = add_adapters(model, _lora())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:  # the same for each dtype; B would begin at 0, and A have no gradient
-                    parameter.copy_(0.1 * torch.arange(parameter.numel()).sin().view_as(parameter))
-    if job.compile:
-        compile_blocks(model)
-    shard_model(
-        model,
-        mesh=job.mesh,
-        frozen_dtype=torch.bfloat16 if job.frozen_dtype == "bfloat16" else job.frozen_dtype,
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        ep_size=job.ep_size,
-    )
-    load_weights(model, source)
-    if cp_size(job.mesh) > 1:
-        use_context_parallel(model, mesh=job.mesh)
-    return model.train()
+@torch.no_grad()
+def adapted(model: Any) -> Any:
+    """A model with adapters that have the same values for each dtype, and frozen below them."""
+    model = add_adapters(model, _lora())
+    for parameter in (p for name, p in model.named_parameters() if "lora_" in name):
+        # B would begin at 0, and A have no gradient.
+        parameter.copy_(0.1 * torch.arange(parameter.numel()).sin().view_as(parameter))
+    return model
 
 
 def _trained(
     job: CheckedJob, source: Path, batch: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[_Steps, _Weights, _Weights]:
     """Two steps, with a save and a load between, and on rank 0 the weights before and after in float32."""
-    model = sharded_model(job, source, dtype)
+    model = job.sharded(source, dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=_RATE)
     text = model.config.get_text_config(decoder=True)

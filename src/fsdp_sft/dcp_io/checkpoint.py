@@ -324,7 +324,7 @@ def load_checkpoint(
     """
     started = time.perf_counter()
     join_last()  # a running save may be writing the step that is to be loaded
-    reshard(model)
+    model = reshard(model)
     path = full_path(path_or_root)
     for _ in range(_MOST_ATTEMPTS):
         found = choose_step(path, hashes=verify, fallback=fallback)

@@ -14,8 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._model.adapters import refuse_merged
-from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
-from fsdp_sft._model.view import base_of, kept_of, unwrapped
+from fsdp_sft._model.view import (
+    ModelTensors,
+    base_of,
+    kept_of,
+    match_tensors,
+    model_tensors,
+)
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
@@ -23,7 +28,7 @@ from fsdp_sft._tensors.sharding import own_part
 from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.parts import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
-from fsdp_sft.shard.packing import pack_loaded, packed_weights
+from fsdp_sft.shard.packing import PackedWeights, pack_loaded, packed_weights
 
 
 def match_model(
@@ -34,7 +39,7 @@ def match_model(
     Args:
         folder: Folder of the step, for messages.
         manifest: Its manifest.
-        model: The model, resharded.
+        model: The model, as ``reshard`` returned it.
         base: What ``packed_base`` returned.
 
     Raises:
@@ -44,7 +49,7 @@ def match_model(
     refuse_merged(model, "loading a checkpoint")
     check_adapters(folder, manifest, model)
     has_base = check_packed(folder, manifest, model, base)
-    live, _ = stored_model(model, base, with_base=has_base)
+    live, _ = stored_model(model_tensors(model), adapters_of(model), base, with_base=has_base)
     first_stored = {**{name: name for name in manifest.model}, **manifest.ties}
     stored = {name: manifest.model[first] for name, first in first_stored.items()}
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
@@ -84,7 +89,7 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
     Raises:
         CheckpointMismatchError: If a setting of an adapter differs.
     """
-    saved, own = manifest.settings.get(ADAPTERS, {}), _adapters(model)
+    saved, own = manifest.settings.get(ADAPTERS, {}), adapters_of(model)
     apart = [
         f"{key}={saved[name].get(key)!r} in the step and {own[name].get(key)!r} in the model, "
         f"of adapter {name!r}"
@@ -100,9 +105,9 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
         )
 
 
-def _adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
+def adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """What each adapter's product may depend on: numbers, strings, flags and patterns, as JSON values."""
-    configs, found = getattr(unwrapped(model), "peft_config", None), {}
+    configs, found = getattr(model, "peft_config", None), {}
     for name, config in configs.items() if isinstance(configs, dict) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         left_out = _OF_ADALORA if kind == "ADALORA" else ()
@@ -134,7 +139,8 @@ def packed_base(model: nn.Module) -> dict[str, str] | None:
 
     Collective: all ranks.
     """
-    weights, shards = packed_weights(model), _packed(dict(base_of(model).named_parameters()))
+    base = base_of(model)
+    weights, shards = kept_of(base, PackedWeights), _packed(dict(base.named_parameters()))
     if weights is None or not shards:
         return None
     own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]
@@ -168,12 +174,17 @@ def _sum(parameter: DTensor, shard: PackedShard) -> int:
 
 
 def stored_model(
-    model: nn.Module, base: dict[str, str] | None, *, with_base: bool = False
+    content: ModelTensors,
+    adapters: dict[str, dict[str, Any]],
+    base: dict[str, str] | None,
+    *,
+    with_base: bool = False,
 ) -> tuple[ModelTensors, dict[str, dict[str, Any]]]:
     """What a step has of a model.
 
     Args:
-        model: The model, resharded.
+        content: The model's tensors.
+        adapters: What ``adapters_of`` returned.
         base: What ``packed_base`` returned.
         with_base: Whether the bytes of packed weights are wanted. They are tensors of uint8 in the shards'
             memory, with a row for each index of the first dimension.
@@ -182,7 +193,6 @@ def stored_model(
         (its tensors, without packed ones or with their bytes; the settings that say which adapters it has and
         what is packed, see ``Manifest``).
     """
-    content, adapters = model_tensors(model), _adapters(model)
     packed = _packed(content.tensors)
     settings: dict[str, dict[str, Any]] = {ADAPTERS: adapters} if adapters else {}
     if base is not None:
@@ -228,7 +238,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, base: dict[
     Args:
         folder: Folder of the step, for messages.
         manifest: Its manifest.
-        model: The model, resharded.
+        model: The model, as ``reshard`` returned it.
         base: What ``packed_base`` returned.
 
     Returns:

@@ -8,8 +8,7 @@ import torch
 
 from fsdp_sft._model.adapters import with_tensors
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.state import model_tensors
-from fsdp_sft._model.view import unwrapped
+from fsdp_sft._model.view import model_tensors
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.settings import write_chat
@@ -63,8 +62,7 @@ def export_adapter(
         >>> sorted(file.name for file in folder.iterdir())
         ['README.md', 'adapter_config.json', 'adapter_model.safetensors']
     """
-    model = unwrapped(model)
-    reshard(model)
+    model = reshard(model)
     with new_folder(out_dir, overwrite=overwrite) as export:
         with agreed(f"preparing to export to {export.target}"):
             name, wanted = _saved_by_peft(model)

@@ -102,6 +102,7 @@ def export_hf(
                 check_room(target.parent, plan.num_bytes, f"the export to {target}")
                 write_settings(
                     plan.model,
+                    type(plan.twin),
                     plan.config,
                     temporary,
                     target.name,

@@ -14,12 +14,11 @@ from fsdp_sft._compat.conversions import (
     names_left_out_on_save,
     revert_weight_conversion,
 )
-from fsdp_sft._compat.models import float32_patterns, original_class
+from fsdp_sft._compat.models import float32_names
 from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model, tied_meta_twin
-from fsdp_sft._model.view import inner_model, unwrapped
+from fsdp_sft._model.view import ModelTensors, inner_model, model_tensors
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import agreed, share, this_rank
@@ -90,8 +89,7 @@ def plan_export(model: nn.Module, dtype: torch.dtype | None, phase: str) -> Expo
     """
     import transformers
 
-    model = unwrapped(model)
-    reshard(model)
+    model = reshard(model)
     merges = adapted_layers(model)
     with without_adapters(model, trained=True) as base, agreed(phase):
         if not isinstance(base, transformers.PreTrainedModel):
@@ -142,20 +140,20 @@ def _decide(plan: ExportPlan, dtype: torch.dtype | None) -> None:
         for name, final_name in plan.unchanged.items()
         if not isinstance(tensors[sources[name]], nn.Parameter)
     }
-    refuse_unreadable(model, plan.config, plan.written, buffers)
+    refuse_unreadable(plan.twin, plan.config, plan.written, buffers)
     plan.copied = further_predictions(plan.config, plan.written)
     for name, stored in plan.copied.items():  # bytes as they are, or the values of quantised ones
         own = stored.entry.dtype if isinstance(stored, InFile) else dtype or model.dtype
         plan.written[name] = own, stored.entry.shape
 
 
-def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[str]) -> None:
+def refuse_unreadable(twin: Any, config: Any, written: Described, buffers: set[str]) -> None:
     """Compare an export's names, shapes and dtypes with what the class that its config names would read.
 
     It is done before the files are written.
 
     Args:
-        model: A transformers model.
+        twin: A model of the same class.
         config: Config of the export.
         written: Dtype and shape of each tensor in the files, by name.
         buffers: Names of those that are no parameters; the class need not have a place for them.
@@ -167,9 +165,9 @@ def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[
         name: InFile(Path(), TensorEntry(dtype, shape, 0, num_bytes(dtype, shape)))
         for name, (dtype, shape) in written.items()
     }
-    own, unexpected = original_class(model).__name__, list[str]()
+    own, unexpected = type(twin).__name__, list[str]()
     try:
-        unexpected = make_plan(tied_meta_twin(model, config), stored, unexpected="ignore").unexpected
+        unexpected = make_plan(tied_meta_twin(twin, config), stored, unexpected="ignore").unexpected
         unread = [name for name in unexpected if name not in buffers]
         what = f"its class has no place for {abridged(unread)}" if unread else ""
     except CheckpointFormatError as error:
@@ -244,7 +242,6 @@ def _dtypes(
     model: nn.Module, own: Mapping[str, torch.dtype], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """Dtype in the files of each source, by those that they have."""
-    patterns = float32_patterns(model, dtype) if dtype is not None else set()
-    float32 = re.compile("|".join(rf"(?:^|\.){re.escape(p)}(?:\.|$)" for p in patterns) or "(?!)")
+    float32 = re.compile("(?!)") if dtype is None else float32_names(model, dtype)
     wanted = {name: torch.float32 if float32.search(name) else dtype for name in own}
     return {name: (wanted[name] or had) if had.is_floating_point else had for name, had in own.items()}

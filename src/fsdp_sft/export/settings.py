@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from fsdp_sft._compat.models import original_class, tied_names
-from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._compat.models import tied_names
 from fsdp_sft._model.twin import MTP_LAYERS
-from fsdp_sft._model.view import tokenizer_of
+from fsdp_sft._model.view import ModelTensors, tokenizer_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._quantised.settings import CONFIG, read_settings
 from fsdp_sft._tensors.disk import write_bytes
@@ -86,21 +85,21 @@ def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
 _OF_A_CHECKPOINT = "transformers_modules"  # the package in which transformers imports code of checkpoints
 
 
-def carry_code(model: Any, config: Any, folder: Path) -> None:
+def carry_code(cls: type, config: Any, folder: Path) -> None:
     """Copy the checkpoint's custom code, and remove from ``auto_map`` the entries whose code is missing.
 
     Such an entry would make loading with ``trust_remote_code=True`` fail although transformers has the class.
 
     Args:
-        model: A transformers model.
+        cls: Class of the model.
         config: Config of the export, which is changed.
         folder: Folder of the export.
     """
     from transformers.dynamic_module_utils import custom_object_save
 
-    for cls in (original_class(model), type(config)):
-        if cls.__module__.split(".")[0] == _OF_A_CHECKPOINT:
-            custom_object_save(cls, folder)
+    for own in (cls, type(config)):
+        if own.__module__.split(".")[0] == _OF_A_CHECKPOINT:
+            custom_object_save(own, folder)
     if getattr(config, "auto_map", None):
         config.auto_map = {
             name: there
@@ -123,18 +122,17 @@ def _reference(entry: Any, folder: Path) -> Any:
 # The model card of an export, which the Hub shows: where the model comes from.
 
 
-def model_card(model: Any, config: Any, title: str, num_parameters: int) -> str:
+def model_card(config: Any, title: str, num_parameters: int) -> str:
     """A model card in Markdown, with the Hub's metadata at its head.
 
     Args:
-        model: A transformers model.
         config: Config of the export.
         title: Title of the card.
         num_parameters: Number of the model's parameters.
     """
     from fsdp_sft import __version__
 
-    base = model.name_or_path or ""
+    base = config.name_or_path or ""
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) and not Path(base).exists()  # of the Hub
     origin = f" from [{base}](https://huggingface.co/{base})" if is_id else ""
     base_line = f"base_model: {base}\n" if is_id else ""
@@ -172,7 +170,7 @@ def export_config(model: Any, twin: Any, content: ModelTensors, dtype: torch.dty
             part.tie_word_embeddings = False
     vars(config).pop("quantization_config", None)  # of a model that transformers read from a GGUF
     config.dtype = dtype or model.dtype
-    config.architectures = [original_class(model).__name__]
+    config.architectures = [type(twin).__name__]
     return config
 
 
@@ -231,10 +229,10 @@ def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stor
 
 
 def carry_processor(config: Any, folder: Path) -> None:
-    """Copy the model's processor files, unless the export has them already.
+    """Copy the base's processor files, unless the export has them already.
 
     Args:
-        config: Config of the model.
+        config: Config of the export.
         folder: Folder of the export.
     """
     base, said = _base_of(config)
@@ -268,6 +266,7 @@ def _base_of(config: Any) -> tuple[Path | None, dict[str, Any]]:
 
 def write_settings(
     model: Any,
+    cls: type,
     config: Any,
     folder: Path,
     title: str,
@@ -279,6 +278,7 @@ def write_settings(
 
     Args:
         model: A transformers model.
+        cls: Its class.
         config: Config to write, from ``export_config``.
         folder: Folder of the export.
         title: Title of the card.
@@ -286,12 +286,12 @@ def write_settings(
         tokenizer: See ``write_chat``.
         chat_template: See ``write_chat``.
     """
-    carry_code(model, config, folder)
-    carry_processor(model.config, folder)
+    carry_code(cls, config, folder)
     config.save_pretrained(folder)
     _say_to_others(config, folder / "config.json")
     write_chat(folder, model, config, tokenizer, chat_template)
-    write_bytes(folder / "README.md", model_card(model, config, title, num_parameters).encode())
+    (folder / "README.md").write_text(model_card(config, title, num_parameters), encoding="utf-8")
+    carry_processor(config, folder)
 
 
 def _say_to_others(config: Any, path: Path) -> None:

@@ -39,8 +39,8 @@ from fsdp_sft.loss.linear import linear_cross_entropy_sum as linear_cross_entrop
 from fsdp_sft.loss.part import (
     OF_WHOLE_ROWS as OF_WHOLE_ROWS,
     BatchPart as BatchPart,
-    part_of as part_of,
-    part_on_device as part_on_device,
+    Rows as Rows,
+    rows_of as rows_of,
 )
 from fsdp_sft.loss.prepare import (
     LossImpl as LossImpl,

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from fsdp_sft._compat.compile import outside_of_graphs
 from fsdp_sft._model.forward import forward_parameters, no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
-from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of
 from fsdp_sft.collate.packs import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
@@ -34,7 +33,7 @@ from fsdp_sft.loss.counting import (
 )
 from fsdp_sft.loss.head import loss_at_head
 from fsdp_sft.loss.linear import head_losses
-from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, part_of, whole_rows
+from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, Rows, rows_of
 from fsdp_sft.loss.plain import PLAIN, Terms, plain_losses
 from fsdp_sft.loss.prepare import (
     ROUTER_FLAG,
@@ -95,12 +94,12 @@ def loss_sum(
         >>> loss.dtype, loss.shape
         (torch.float32, torch.Size([]))
     """
-    part, group = _part_for(model, batch)
+    part, rows = _part_for(model, batch)
     summed, router, *_ = loss_parts(model, part, Terms(label_smoothing, z_loss))
     if router is not None:
         summed = summed + router * weight_of(part)
-    if group is not None and OF_WHOLE_ROWS.get():
-        return whole_rows(summed.reshape(1), group).sum(), num_targets(batch)
+    if OF_WHOLE_ROWS.get():
+        return rows.whole(summed.reshape(1), rows.ranks).sum(), num_targets(batch)
     return summed, num_targets(part)
 
 
@@ -134,7 +133,7 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
         >>> optimizer.step()
     """
     mesh = training_mesh_of(model)
-    if batch.get("position_ids") is not None and sequence_group_of(model) is None:
+    if batch.get("position_ids") is not None and rows_of(model).ranks == 1:
         verify_at_first_use(model, batch, mesh)  # attention of shared rows is the library's own
     weight = getattr(num_targets, "weight", None)
     if weight is None and batch.get(WEIGHTS_KEY) is not None:
@@ -201,13 +200,12 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
         True
     """
     refuse_encoder_decoder(model)
-    part, group = _part_for(model, batch)
+    part, rows = _part_for(model, batch)
     inputs = {}
     if ROUTER_FLAG in forward_parameters(model):
         inputs[ROUTER_FLAG] = False  # the router's loss is no part of these
     values = _computed(model, part, inputs, summed=False).summed
-    if group is not None:
-        values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
+    values = rows.whole(values, targets_of(batch).shape[1])
     return values if is_shifted(batch) else F.pad(values[..., :-1], (1, 0))
 
 
@@ -262,7 +260,7 @@ def _computed(
     choice, counter = choice_for(model), counter_of(model)
     head = choice.head
     counting = nullcontext() if counter is None else counter.counting(counted_tokens(batch))
-    sharing = part_of_rows(batch.whole) if isinstance(batch, BatchPart) else nullcontext()
+    sharing = batch.in_forward() if isinstance(batch, BatchPart) else nullcontext()
     with counting, sharing:
         if head is not None:
             known = batch.targets if isinstance(batch, CheckedBatch) else None
@@ -274,8 +272,8 @@ def _computed(
     return LossParts(loss, added(output), correct)
 
 
-def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, SequenceGroup | None]:
-    """(this rank's part of a batch, the ranks that share its rows or None); the model is resharded."""
+def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, Rows]:
+    """(what this rank computes of a batch, how ranks have its rows); the model is resharded."""
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
-    group = sequence_group_of(model)
-    return batch if group is None else part_of(batch, group), group
+    rows = rows_of(model)
+    return rows.part(batch), rows

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from fsdp_sft._process.streams import travelling
 from fsdp_sft._ranks.agree import all_reduce_sum, world_size
-from fsdp_sft._ranks.mesh import mesh_of_job, sum_over_mesh
-from fsdp_sft.attention.context_parallel import sequence_group_in
+from fsdp_sft._ranks.mesh import mesh_of_job, row_group
 from fsdp_sft.errors import BatchError
 from fsdp_sft.targets import IGNORE_INDEX, shifted
 
@@ -105,19 +104,14 @@ def count_targets(micro_batches: Iterable[Batch], *, mesh: DeviceMesh | None = N
         >>> count, count.num_tokens
         (2, 4)
     """
-    mesh = mesh_of_job(mesh)
+    sharing = row_group(mesh_of_job(mesh))
     batches = list(micro_batches)
     own = [
         float(sum(num_targets(batch) for batch in batches)),
         float(sum(num_tokens(batch, needs_ids=False) for batch in batches)),
         sum((weight_of(batch) for batch in batches), 0.0),
     ]
-    if mesh is not None:
-        sharing = sequence_group_in(mesh)
-        once = own if sharing is None or sharing.rank == 0 else [0.0] * len(own)
-        targets, tokens, weight = sum_over_mesh(once, mesh)
-    else:
-        targets, tokens, weight = all_reduce_sum(own)
+    targets, tokens, weight = all_reduce_sum(own if sharing is None or sharing.rank() == 0 else [0.0] * 3)
     return TargetCount(int(targets), int(tokens), weight)
 
 
@@ -231,8 +225,7 @@ def scale_for_backward(
         ...     fs.scale_for_backward(summed, num_targets=num_targets).backward()
     """
     check_num_targets(num_targets)
-    if not torch.compiler.is_compiling():
-        mesh_of_job(mesh)
+    mesh_of_job(mesh)
     return scaled_for_averaging(loss, num_targets)
 
 

@@ -5,7 +5,8 @@ the meta device and groups its parameters as FSDP2 does (parameters.py has the b
 runs one block of each kind (ledger.py counts bytes alive, kernels.py stands in for fused kernels, experts and
 other ranks, footprint.py sums up what a block keeps, also compiled); replay.py replays the allocations of a
 step; estimate.py sums up, and says how much memory a device has for tensors. speed.py turns the same trace
-into seconds. search.py makes many estimates, plan.py writes a plan as code, command.py shows plans.
+into seconds. search.py makes many estimates, plan.py writes a plan as code, command.py shows plans and writes
+one as a program.
 """
 
 from fsdp_sft.errors import NoPlanError

@@ -2,20 +2,22 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
 
 from fsdp_sft._model.configs import config_of
-from fsdp_sft._process.gpus import GB, GIB
+from fsdp_sft._process.gpus import GB, GIB, Gpu
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.estimate import budget_of
 from fsdp_sft.planner.plan import RunPlan
-from fsdp_sft.planner.program import write_program
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.search import plan_run
 
@@ -124,3 +126,160 @@ def _row(index: int, plan: RunPlan) -> dict[str, str]:
         "tokens/s per GPU": f"{plan.tokens_per_second:,.0f}",
         "bound by": plan.time.bound,
     }
+
+
+# A plan as a whole program: data, labels, checkpoints, resumes, evaluation, log and export.
+
+_PROGRAM = Template('''\
+"""Fine-tune $model on chats, by the first plan of `fsdp-sft plan`:
+$plan
+
+    $launch $file --data chats.jsonl
+
+Begins a run in --output or goes on with it: after a kill or a crash give the same command again. SIGTERM and
+SIGUSR1 save a checkpoint and exit with $requeue. Each line of the data is {"messages": [...]}.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, get_cosine_schedule_with_warmup
+$imports
+import fsdp_sft as fs
+
+
+def train(args, guard):
+    context = fs.init_distributed()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained($model_repr)
+    lines = args.data.read_text(encoding="utf-8").splitlines()
+    rows, counts = fs.filter_rows(
+        [json.loads(line) for line in lines], tokenizer, max_length=$length
+    )
+    test_rows, rows = rows[::20], [row for i, row in enumerate(rows) if i % 20]
+    collate = fs.SFTCollator(tokenizer, max_length=$length)
+    if context.is_main:
+        print(f"{counts}; what is trained of the first row stands between the marks:")
+        first = fs.encode_chat(rows[0], tokenizer, max_length=$length)
+        print(fs.render_labels(tokenizer, first.input_ids, first.labels))
+
+$setup
+    sampler = fs.ResumableSampler(rows, mesh=mesh)
+    loader = DataLoader(rows, $micro_batch, sampler=sampler, collate_fn=collate)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, args.steps // 20, args.steps)
+    step, checkpoints = 0, args.output / "checkpoints"
+    if fs.find_checkpoints(checkpoints):
+        loaded = fs.load_checkpoint(checkpoints, model=model, optimizer=optimizer)
+        step = loaded.step
+        scheduler.load_state_dict(loaded.train_state["scheduler"])
+        sampler.load_state_dict(loaded.train_state["sampler"])
+
+    flops = fs.model_flops_per_token(model.config, $length)
+    meter = fs.ThroughputMeter(world_size=context.world_size, flops_per_token=flops)
+    logger = fs.MetricLogger(jsonl=args.output / "log.jsonl")
+    with logger, fs.Watchdog(timeout=1800) as watchdog:
+        while step < args.steps:
+            for window in fs.windows(loader, grad_accum_steps=$accum, meter=meter):
+                step += 1
+                watchdog.step(step)
+                result = fs.train_step($step)
+                meter.update(num_tokens=result.num_tokens)
+                metrics = {"loss": result.loss, "grad_norm": result.grad_norm}
+                metrics["lr"] = scheduler.get_last_lr()[0]
+                logger.log({**metrics, **meter.stats(), **fs.memory_stats()}, step)
+                stop = guard.should_stop()
+                if stop or step % args.save_every == 0 or step == args.steps:
+                    state = {"scheduler": scheduler.state_dict()}
+                    state["sampler"] = sampler.state_dict()
+                    with meter.paused(), watchdog.phase("save", timeout=3600):
+                        fs.save_checkpoint(
+                            checkpoints,
+                            step,
+                            model=model,
+                            optimizer=optimizer,
+                            train_state=state,
+                            keep_last=2,
+                        )
+                if stop:
+                    raise SystemExit(fs.REQUEUE_EXIT_CODE)
+                if step == args.steps:
+                    break
+        with watchdog.phase("evaluate and export", timeout=3600):
+            mine = test_rows[context.rank :: context.world_size]
+            test_loader = DataLoader(mine, $micro_batch, collate_fn=collate)
+            evaluation = fs.evaluate(model, test_loader)
+            logger.log({"eval_loss": evaluation.loss}, step)
+            fs.export_hf(model, args.output / "export", tokenizer=tokenizer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path, required=True, help="chats, one JSON a line")
+    parser.add_argument("--output", type=Path, default=Path("run"))
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
+    parser.add_argument("--lr", type=float, default=$rate, help="learning rate")
+    parser.add_argument("--save-every", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--resume", choices=["auto"], help="it always goes on by itself")
+    arguments = parser.parse_args()
+    if (arguments.output / "export").exists():
+        raise SystemExit(f"{arguments.output}/export is there already: nothing to do")
+    with fs.PreemptionGuard() as guard:
+        train(arguments, guard)
+''')
+
+
+def write_program(path: str | os.PathLike[str], plan: RunPlan, model: str, gpu: Gpu) -> Path:
+    """Write the plan as a program that runs as it is: ``torchrun ... train.py --data chats.jsonl``.
+
+    Args:
+        path: File to write.
+        plan: The plan.
+        model: Folder or Hub id of the model.
+        gpu: The GPU, whose number in a node is that of the launch line.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: For a plan of packed rows, or of ranks that share rows: the program pads each rank's own.
+        FileExistsError: If there is such a file.
+    """
+    run = plan.run
+    if run.shares_rows or not run.attention_mask:
+        raise ValueError("--write is for padded rows of one GPU each: leave out --cp and --no-padding")
+    code = plan.code(model).splitlines()
+    loop = next(number for number, line in enumerate(code) if line.startswith("loader = "))
+    imports = [line for line in code[:loop] if line.startswith("import ")]
+    setup = [line.replace("lr=...", "lr=args.lr") for line in code[:loop] if line not in imports]
+    setup.remove("fs.init_distributed()")
+    nodes, per_node = -(-run.num_gpus // gpu.gpus_per_node), min(run.num_gpus, gpu.gpus_per_node)
+    launch = f"torchrun --standalone --nproc-per-node {per_node}"
+    if nodes > 1:  # on each node
+        launch = (
+            f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST"
+        )
+    step = code[-1].strip().removeprefix("fs.train_step(").removesuffix(")")
+    text = _PROGRAM.substitute(
+        model=model,
+        model_repr=repr(model),
+        plan="\n".join(f"  {reason}" for reason in plan.reasons),
+        launch=launch,
+        file=Path(path).name,
+        requeue=85,
+        imports="".join(f"{line}\n" for line in imports),
+        setup="\n".join(f"    {line}" for line in setup),
+        length=run.seq_length,
+        micro_batch=run.micro_batch_size,
+        accum=run.grad_accum_steps,
+        step=f"{step}, scheduler=scheduler",
+        rate="1e-4" if run.lora_rank else "1e-5",
+    )
+    with Path(path).open("x", encoding="utf-8") as file:
+        file.write(text)
+    return Path(path)

@@ -104,13 +104,7 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
             f"a block of {skeleton.config.model_type} runs no attention of transformers' attention "
             "interface: what positions it mixes, ranks that share rows could not. Plan it with cp=1"
         )
-    phase, breakdown = replay(skeleton, seen, run)
-    checkpointed = run.checkpointed(len(skeleton.blocks))
-    activations = sum(
-        seen.blocks[kind].left(index in checkpointed)
-        for index, kind in enumerate(skeleton.kinds)
-        if index >= skeleton.first_backward
-    )
+    phase, breakdown, activations = replay(skeleton, seen, run)
     return MemoryEstimate(
         peak_bytes=sum(breakdown.values()),
         peak_phase=phase,
@@ -120,6 +114,12 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
         activation_bytes=activations,
         notes=tuple(_notes(skeleton, run)),
     )
+
+
+def fits(skeleton: Skeleton, run: Run, memory_bytes: int | None) -> bool:
+    """Whether a run fits on devices of that memory; see ``budget_of``."""
+    usable = budget_of(run.device, run.num_gpus, memory_bytes).usable_bytes
+    return estimate(skeleton, run).peak_bytes <= usable
 
 
 def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:

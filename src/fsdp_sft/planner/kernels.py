@@ -268,7 +268,7 @@ def micro_batch(model: Any, run: Run, ledger: Ledger) -> Iterator[dict[str, Any]
     positions = torch.zeros((rows, each * run.cp), dtype=torch.int64, device="meta")
     padding = torch.ones_like(positions, dtype=torch.bool) if run.attention_mask else None
     whole = WholeRows(
-        group=FakeGroup("fake", run.cp, 0, 0, ledger),
+        group=FakeGroup("fake", run.cp, 0, ledger),
         length=each * run.cp,
         position_ids=positions,
         rows=None,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.experts import experts_to_place
-from fsdp_sft._model.blocks import find_blocks, towers_of
+from fsdp_sft._model.blocks import decoder_blocks, towers_of
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import settings_of, without_settings
@@ -132,10 +132,10 @@ class _Keyed:
 def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str | None) -> Skeleton:
     """The skeleton for one config, compute dtype, adapters and way to keep what is frozen."""
     config = keyed.config
+    model = build_model(config, dtype)
     settings = settings_of(getattr(config, "name_or_path", "") or f"a {config.model_type} config", config)
     if settings is not None:
         check(settings)
-    model = build_model(config, dtype)
     blocks = tuple(decoder_blocks(model).values())
     if lora is not None:
         model.requires_grad_(False)
@@ -187,11 +187,11 @@ def build_model(config: Any, dtype: torch.dtype) -> Any:
     """The model on the meta device, in ``train()`` mode and without a cache."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{config.model_type} is an encoder-decoder; the planner knows decoder-only models")
-    config = copy.deepcopy(config)
+    cls, config = auto_class(config), copy.deepcopy(config)
     config.use_cache = False
     without_settings(config)
     with torch.device("meta"):
-        return auto_class(config).from_config(config, dtype=dtype).train()
+        return cls.from_config(config, dtype=dtype).train()
 
 
 def auto_class(config: Any) -> Any:
@@ -200,12 +200,6 @@ def auto_class(config: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as TOWERS
 
     return AutoModelForImageTextToText if config.model_type in TOWERS else AutoModelForCausalLM
-
-
-def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that text goes through: those of towers left out."""
-    unused = tuple(f"{tower}." for tower in towers_of(model))
-    return {name: block for name, block in find_blocks(model).items() if not name.startswith(unused)}
 
 
 def likeness(block: nn.Module) -> Any:

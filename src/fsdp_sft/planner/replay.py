@@ -66,12 +66,13 @@ HEAD = "logits and loss"
 WORKING = "block at work"
 
 
-def replay(skeleton: Skeleton, trace: Trace, run: Run) -> tuple[str, dict[str, int]]:
+def replay(skeleton: Skeleton, trace: Trace, run: Run) -> tuple[str, dict[str, int], int]:
     """Find the peak of one optimizer step in the steady state, when optimizer states exist.
 
     Returns:
         The phase (``"loss"``, ``"backward"`` or ``"optimizer"``) of the moment at which most memory is
-        allocated, and the bytes allocated then, by kind.
+        allocated; the bytes allocated then, by kind; and those that the forward of all blocks leaves for the
+        backward.
     """
     step = _Step(skeleton, trace, run)
     # All micro-steps but the first and the last are alike, so few are enough. With "last", a second one
@@ -81,7 +82,8 @@ def replay(skeleton: Skeleton, trace: Trace, run: Run) -> tuple[str, dict[str, i
         step.micro_step(reduce=run.grad_sync == "each")
     step.micro_step()
     step.optimizer()
-    return step.phase, step.breakdown
+    activations = sum(step.kept(index)[1] for index in range(step.first_backward, len(step.sizes)))
+    return step.phase, step.breakdown, activations
 
 
 class _Step:
@@ -153,7 +155,7 @@ class _Step:
             saves = index >= self.first_backward and index not in self.checkpointed
             self.look("loss", WORKING, footprint.forward_peak if saves else footprint.unsaved_peak)
             if index >= self.first_backward:
-                self.hold(*self._kept(index))
+                self.hold(*self.kept(index))
             if self.run.reshard_after_forward:
                 self.free(UNSHARDED, self.sizes[index].gathered)
         return previous
@@ -174,7 +176,7 @@ class _Step:
         self.look(phase, ALL_GATHER, sizes.moved)
         self.look(phase, "values of packed parameters at work", sizes.decoding)
 
-    def _kept(self, index: int) -> tuple[str, int]:
+    def kept(self, index: int) -> tuple[str, int]:
         """What a block keeps for its backward: the kind, and the bytes."""
         checkpointed = index in self.checkpointed
         kind = "activations of checkpointed blocks" if checkpointed else "activations kept"
@@ -210,7 +212,7 @@ class _Step:
         self._reduce(len(self.sizes) + 2, self.head, reduce=reduce)
         for index in reversed(range(self.first_backward, len(self.sizes))):
             self._block_backward(index)
-            self.free(*self._kept(index))
+            self.free(*self.kept(index))
             self._reduce(index, self.sizes[index], reduce=reduce)
         if self.gathers_embedding_again:
             self.free(ALL_GATHER, self._gather(self.embedding, 0, "backward"))

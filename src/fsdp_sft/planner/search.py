@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_sft._process.gpus import GIB
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
-from fsdp_sft.planner.estimate import MemoryEstimate, budget_of, estimate
+from fsdp_sft.planner.estimate import MemoryEstimate, budget_of, estimate, fits
 from fsdp_sft.planner.model import Skeleton, build_skeleton
 from fsdp_sft.planner.plan import TIGHT, RunPlan
 from fsdp_sft.planner.run import Run, check_integer
@@ -193,12 +193,6 @@ def _fused(run: Run, given: dict[str, Any]) -> Run:
     return replace(run, optimizer="adamw_fused") if is_open else run
 
 
-def _fits(skeleton: Skeleton, run: Run, memory_bytes: int | None) -> bool:
-    return (
-        estimate(skeleton, run).peak_bytes <= budget_of(run.device, run.num_gpus, memory_bytes).usable_bytes
-    )
-
-
 def _what_would_fit(
     skeleton: Skeleton, run: Run, given: dict[str, Any], share: int, memory_bytes: int | None
 ) -> str:
@@ -211,20 +205,20 @@ def _what_would_fit(
     least = estimate(skeleton, lean)
     budget = budget_of(run.device, run.num_gpus, memory_bytes)
     largest = max(least.breakdown, key=lambda part: least.breakdown[part])
+    counts = (run.dp_replicate * run.exchange_ranks << doublings for doublings in range(13))
+    fewest = next((n for n in counts if fits(skeleton, replace(lean, num_gpus=n), memory_bytes)), None)
     leaner: list[str] = []
     for option, changes in _LEANER.items():
         with contextlib.suppress(UnsupportedModelError, ValueError):  # the model may not allow it
             other = replace(lean, **changes)
             other = replace(other, grad_accum_steps=share // other.micro_batch_size)
             # A base is not rounded where adapters on another fit.
-            if "--lora 16" not in " ".join(leaner) and _fits(
+            if "--lora 16" not in " ".join(leaner) and fits(
                 build_skeleton(skeleton.config, other), other, memory_bytes
             ):
                 leaner.append(
                     ", ".join(f"{name}={value!r}" for name, value in changes.items()) + f" ({option})"
                 )
-    counts = (run.dp_replicate * run.exchange_ranks << doublings for doublings in range(13))
-    fewest = next((n for n in counts if _fits(skeleton, replace(lean, num_gpus=n), memory_bytes)), None)
     if fewest is not None:
         leaner.append(
             f"num_gpus={fewest} (--gpus {fewest})"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_sft._model.blocks import find_blocks, is_never_called, outside_frozen_towers
+from fsdp_sft._model.blocks import find_blocks, is_never_called, to_prepare
 from fsdp_sft.sac.attach import checkpoint_blocks, note_model, remove_sac
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.offload import Offload, refuse_compiled
@@ -120,7 +120,7 @@ def _chosen_blocks(
         return named_blocks(model, blocks)
     if blocks is not None or (ratio is None and save is None):
         raise ValueError("give either a ratio such as '1/3' or blocks=, a list of FQNs or positions")
-    found = list(outside_frozen_towers(model, find_blocks(model)).items())
+    found = list(to_prepare(model, find_blocks(model)).items())
     wanted: Ratio = 1 if ratio is None else ratio
     return dict(found[i] for i in select_block_indices(len(found), wanted, placement=placement))
 

@@ -1,12 +1,12 @@
 """Parameters that plain transformers keeps in float32 in a 16-bit model, and buffers that it does not."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from fsdp_sft._compat.models import float32_patterns
+from fsdp_sft._compat.models import float32_names
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._model.view import clean_name, named_tensors, slot, transformers_models
 from fsdp_sft._process.callers import warn_caller
@@ -30,18 +30,18 @@ def follow_plain_dtypes(model: nn.Module, dtype: torch.dtype | None, *, warn: bo
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return set()
-    dtypes, patterns = _plain_dtypes(model, dtype), float32_patterns(model, dtype)
+    dtypes, float32 = _plain_dtypes(model, dtype), float32_names(model, dtype)
     for name, tensor in named_tensors(model).items():
         # ``dtypes`` comes from a model that was built. from_pretrained applies the patterns to buffers that
         # it reads too: DeepSeek-V3's e_score_correction_bias is float32 in a plain bfloat16 model.
         is_buffer = not isinstance(tensor, nn.Parameter)
-        if is_buffer and dtypes.get(name) == dtype != tensor.dtype and not _matches(name, patterns):
+        if is_buffer and dtypes.get(name) == dtype != tensor.dtype and not float32.search(name):
             setattr(*slot(model, name), tensor.to(dtype))
     named = dict(model.named_parameters(remove_duplicate=False))
     names = kept_parameters(model, dtype, named, dtypes)
     others = {id(parameter) for name, parameter in named.items() if name not in names}
-    listed = float32_patterns(model, torch.float16)
-    missed = [name for name, parameter in named.items() if id(parameter) in others and _matches(name, listed)]
+    listed = float32_names(model, torch.float16)
+    missed = [name for name, parameter in named.items() if id(parameter) in others and listed.search(name)]
     if missed and warn:
         warn_caller(
             f"these modules compute in {dtype}, although transformers lists them in _keep_in_fp32_modules: "
@@ -77,10 +77,5 @@ def kept_parameters(
     The class lists some; others it makes float32 when it is built, which ``dtypes`` (of parameters of a model
     that was built in that dtype, by name) shows.
     """
-    patterns = float32_patterns(model, dtype)
-    return {name for name in names if dtypes.get(name) == torch.float32 or _matches(name, patterns)}
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    """Whether a name contains one of transformers' patterns as whole components."""
-    return any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", name) for p in patterns)
+    listed = float32_names(model, dtype)
+    return {name for name in names if dtypes.get(name) == torch.float32 or listed.search(name)}

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.fsdp import adopt_shards, put_shard, split_factor_of
 from fsdp_sft._model.adapters import copied_modules, without_adapters
-from fsdp_sft._model.blocks import outside_frozen_towers
+from fsdp_sft._model.blocks import to_prepare
 from fsdp_sft._model.view import base_of, kept_of, record_of, slot
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
@@ -93,7 +93,7 @@ def choose_packed(
             f"built from one by build_meta_model: take a dtype, or {' or '.join(map(repr, RECIPES))}"
         )
     spared = {id(p) for module in copied_modules(model) for p in module.parameters()} | set(kept)
-    chosen = outside_frozen_towers(base, matrices_to_pack(named, blocks.values(), spared))
+    chosen = to_prepare(base, matrices_to_pack(named, blocks.values(), spared))
     if not chosen:
         raise ValueError(
             f"frozen_dtype={frozen_dtype!r} is for frozen weights, and no matrix in a block is frozen: give "

@@ -198,9 +198,9 @@ def own_vocabulary(
         taken: Modules that are groups already.
         kept: Ids of parameters that compute in float32.
     """
+    names = all_names(model)
     if not original_class(model).__module__.startswith("transformers."):
         return None, None
-    names = all_names(model)
     inside = {id(inner) for module in taken for inner in module.modules()}
 
     def found(getter: str) -> nn.Module | None:

@@ -15,8 +15,8 @@ from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
-from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
+from fsdp_sft.loss import Rows, rows_of
 from fsdp_sft.step.checks import check_batches
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
 from fsdp_sft.step.window import (
@@ -36,7 +36,7 @@ def in_step(
     mesh: DeviceMesh | None,
     objective: Objective,
     check: Callable[[list[Any]], int] | None,
-    group: SequenceGroup | None,
+    rows: Rows,
 ) -> Iterator[tuple[MicroBatch, Window]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
@@ -48,7 +48,7 @@ def in_step(
         mesh: Mesh of the model, whose ranks go through their batches together; None is this rank alone.
         objective: Definition of the loss, which says what a target is.
         check: Function that raises for batches that the model cannot take; see ``agree_on_window``.
-        group: Ranks that share rows; each computes its part of them.
+        rows: How ranks have the rows of the batches.
 
     Yields:
         (the batch, what the ranks have agreed on); a batch that is not among ``micro_batches`` of that is a
@@ -67,7 +67,7 @@ def in_step(
             mesh,
             objective,
             check=check,
-            group=group,
+            rows=rows,
             options={
                 "check": check is not None,
                 "loss_fn": objective.is_own,
@@ -81,7 +81,7 @@ def in_step(
         if window.lacks:
             sends = to_device(held[0].given, torch.device("cpu")) if this_rank() == window.sender else None
             sent = all_gather_objects(sends)[window.sender]
-            held = window.micro_batches or measured([sent], objective, group)
+            held = window.micro_batches or measured([sent], objective, rows)
         yield held[0], window
 
 
@@ -148,7 +148,7 @@ def evaluate(
         EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0, metrics={}, token_accuracy=...)
     """
     objective = Objective(loss_fn, count_fn)
-    mesh, group = training_mesh_of(model), sequence_group_of(model)
+    mesh, rows = training_mesh_of(model), rows_of(model)
     device = compute_device(model)
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     modes = {module: module.training for module in model.modules()}
@@ -158,7 +158,7 @@ def evaluate(
     try:
         # Not in a caller's inference_mode: FSDP2 keeps the memory that it first gathers into.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for batch, window in in_step(batches, mesh, objective, look, group):
+            for batch, window in in_step(batches, mesh, objective, look, rows):
                 if check:
                     verify_rows(model, [batch], window, objective, mesh)
                 found = objective.of(model, batch.on_device(device, own_loss=objective.is_own))

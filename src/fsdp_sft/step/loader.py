@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, world_size
-from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, mesh_of_job
+from fsdp_sft._ranks.mesh import mesh_of_job, row_group
 from fsdp_sft.collate.options import check_count
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.window import begun_late, num_rows, to_device
@@ -70,15 +70,15 @@ def windows(
     """
     if (grad_accum_steps is None) == (global_batch is None):
         raise ValueError("windows takes grad_accum_steps or global_batch: one of the two")
-    mesh = mesh_of_job(mesh)
-    if loader is None and cp_rank(mesh) == 0:
+    group = row_group(mesh_of_job(mesh))
+    if loader is None and (group is None or group.rank() == 0):
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
     if global_batch is not None:
-        grad_accum_steps = _accumulated(loader, check_count("global_batch", global_batch), mesh)
-    return _windows(loader, check_count("grad_accum_steps", grad_accum_steps), mesh, map_fn, meter)
+        grad_accum_steps = _accumulated(loader, check_count("global_batch", global_batch), group)
+    return _windows(loader, check_count("grad_accum_steps", grad_accum_steps), group, map_fn, meter)
 
 
-def _accumulated(loader: Any, global_batch: int, mesh: DeviceMesh | None) -> int:
+def _accumulated(loader: Any, global_batch: int, group: dist.ProcessGroup | None) -> int:
     """Number of micro-batches that make up ``global_batch`` rows or packs over all ranks."""
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     size = _taken_for_a_batch(loader, _resumable(loader) or inner)
@@ -87,7 +87,7 @@ def _accumulated(loader: Any, global_batch: int, mesh: DeviceMesh | None) -> int
             f"global_batch needs a DataLoader whose batches have a known size, got {type(loader).__name__}: "
             "pass grad_accum_steps"
         )
-    ranks = world_size() // cp_size(mesh)
+    ranks = world_size() // (1 if group is None else group.size())
     if global_batch % (size * ranks):
         raise ValueError(
             f"global_batch={global_batch} is no multiple of {size * ranks}, which {ranks} ranks take at once "
@@ -99,13 +99,12 @@ def _accumulated(loader: Any, global_batch: int, mesh: DeviceMesh | None) -> int
 def _windows(
     loader: Iterable[Any] | None,
     grad_accum_steps: int,
-    mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | None,
     map_fn: Callable[[Any], Any] | None,
     meter: "ThroughputMeter | None",
 ) -> Generator[list[Any], None, None]:
-    """``windows`` with checked arguments."""
-    group = mesh.get_group(CP) if cp_size(mesh) > 1 and mesh is not None else None
-    reads = cp_rank(mesh) == 0
+    """``windows`` with checked arguments; the first rank of a ``group`` reads for all of it."""
+    reads = group is None or group.rank() == 0
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)

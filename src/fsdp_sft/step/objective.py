@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_sft._model.blocks import without_caches
-from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.experts import counter_of
-from fsdp_sft.loss import OF_WHOLE_ROWS, LossParts, counted_tokens, loss_parts
+from fsdp_sft.loss import OF_WHOLE_ROWS, LossParts, counted_tokens, loss_parts, rows_of
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 CountFn = Callable[[Any], float]
@@ -42,13 +41,14 @@ class Objective:
     def of(self, model: nn.Module, batch: Any) -> LossParts:
         """The loss of a batch.
 
-        The caller's loss and metrics are those of whole rows. Ranks that share rows return equal shares.
+        The caller's loss and metrics are those of whole rows. Ranks that have the same rows return equal
+        shares.
         """
         if self.loss_fn is None:
             return loss_parts(model, batch)
-        counter, group = counter_of(model), sequence_group_of(model)
+        counter, rows = counter_of(model), rows_of(model)
         counting = nullcontext() if counter is None else counter.counting(counted_tokens(batch))
-        before = OF_WHOLE_ROWS.set(group is not None)
+        before = OF_WHOLE_ROWS.set(True)
         try:
             with counting, without_caches(model):
                 result = self.loss_fn(model, batch)
@@ -60,14 +60,13 @@ class Objective:
                 "loss_fn must return the sum of a batch's losses, a tensor of one number, or (it, a dict of "
                 f"metrics), as is loss_sum(...)[0]; got {type(loss).__name__} and {type(named).__name__}"
             )
-        summed = loss.reshape(())
+        summed = rows.share(loss.reshape(()))
         metrics = {
-            name: torch.as_tensor(value, dtype=torch.float64, device=summed.device).detach().reshape(())
+            name: rows.share(
+                torch.as_tensor(value, dtype=torch.float64, device=summed.device).detach().reshape(())
+            )
             for name, value in named.items()
         }
-        if group is not None:
-            summed = summed / group.size
-            metrics = {name: value / group.size for name, value in metrics.items()}
         return LossParts(summed, None, torch.zeros_like(summed, dtype=torch.int64), metrics)
 
 

@@ -18,10 +18,9 @@ from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft._tensors.boxes import values_of
-from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.errors import NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, counter_of
-from fsdp_sft.loss import scaled_for_averaging
+from fsdp_sft.loss import rows_of, scaled_for_averaging
 from fsdp_sft.step.checks import (
     FIRST_WINDOW,
     check_batches,
@@ -216,7 +215,7 @@ def train_step(
         mesh,
         objective,
         check=look if check else None,
-        group=sequence_group_of(model),
+        rows=rows_of(model),
         options=options,
         compare_rows=is_first,
     )

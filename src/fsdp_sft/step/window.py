@@ -7,7 +7,6 @@ never does, so the job hangs, or gloo aborts it.
 
 import copy
 import hashlib
-import itertools
 import logging
 import math
 from collections import UserDict
@@ -23,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_sft._model.view import tensors_in
 from fsdp_sft._process.streams import host_copies, travelling
 from fsdp_sft._ranks.agree import all_gather_objects, difference, through_rank_0
-from fsdp_sft._ranks.mesh import CP, has_made_cp
-from fsdp_sft.attention.context_parallel import SequenceGroup
+from fsdp_sft._ranks.mesh import place_of_rows, shares_rows_elsewhere
 from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import (
@@ -33,11 +31,10 @@ from fsdp_sft.loss import (
     WEIGHTS_KEY,
     BatchPart,
     CheckedBatch,
+    Rows,
     facts_of,
     num_targets,
     num_tokens,
-    part_of,
-    part_on_device,
     targets_of,
     weight_of,
 )
@@ -57,8 +54,7 @@ class MicroBatch:
     Attributes:
         given: The batch as the caller gave it.
         seen: The same, with copies in host memory of the tensors that are checked.
-        part: This rank's part of ``seen`` under context parallelism, where the loss is the library's; if not,
-            ``seen`` itself.
+        part: What this rank computes of ``seen``, where the loss is the library's; if not, ``seen`` itself.
         keys: Its keys, as ``keys_of`` names them; the same on every rank.
         targets: Number of its targets, or what a ``count_fn`` returned.
         weight: Sum of the targets' ``loss_weights``; without weights ``targets``.
@@ -78,14 +74,14 @@ class MicroBatch:
     def on_device(self, device: torch.device, *, own_loss: bool) -> Any:
         """The batch on ``device``, as a forward takes it, with what the host knows of its targets."""
         if isinstance(self.part, BatchPart):
-            return part_on_device(self.part, device)
+            return self.part.on_device(device)
         moved = to_device(self.given, device)
         if own_loss or device.type == "cpu":
             return moved
         return CheckedBatch(moved, facts_of(targets_of(self.seen).reshape(-1), device))
 
 
-def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup | None) -> list[MicroBatch]:
+def measured(batches: Sequence[Any], objective: Objective, rows: Rows) -> list[MicroBatch]:
     """The batches, counted on the host, which waits once for those that are on a device.
 
     What is asked of whole rows, by a function of the caller's, the first of the ranks that share them counts.
@@ -94,12 +90,12 @@ def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup 
         batches: Batches of this rank.
         objective: Definition of the loss. A batch without ``input_ids`` is an error, unless the loss is the
             caller's own: it then counts as 0 tokens.
-        group: Ranks that share the rows; each counts the targets and tokens of its part. None if none do.
+        rows: How ranks have the rows of the batches; each counts the targets and tokens of its part.
     """
-    is_own, first = objective.is_own, group is None or group.rank == 0
+    is_own, first = objective.is_own, rows.rank == 0
     found = []
     for given, seen in zip(batches, on_host(batches), strict=True):
-        part = seen if is_own or group is None else part_of(seen, group)
+        part = seen if is_own else rows.part(seen)
         targets = num_targets(part) if objective.count_fn is None else float(objective.count_fn(given))
         if not 0 <= targets < math.inf:
             raise ValueError(f"count_fn must return a batch's targets, or their weight, got {targets}")
@@ -151,7 +147,7 @@ def agree_on_window(
     objective: Objective,
     *,
     check: Callable[[list[Any]], int] | None,
-    group: SequenceGroup | None,
+    rows: Rows,
     options: dict[str, Any],
     held: Sequence[MicroBatch] = (),
     compare_rows: bool = False,
@@ -164,7 +160,7 @@ def agree_on_window(
         objective: Definition of the loss.
         check: Function that raises if the model cannot be trained, or not with these batches on the host, and
             returns their ``unverified_pack``.
-        group: Ranks that share the rows.
+        rows: How ranks have the rows of the batches.
         options: Options of the call that must be the same on every rank.
         held: What this rank can run, without counting it, if it has no micro-batch.
         compare_rows: Whether to look for other rows on ranks that share them, and for the same on others.
@@ -179,7 +175,7 @@ def agree_on_window(
     compares = compare_rows and mesh is not None and mesh.size() > 1
 
     def told() -> dict[str, Any]:
-        batches.extend(measured(list(micro_batches), objective, group))
+        batches.extend(measured(list(micro_batches), objective, rows))
         return {
             "pack": 0 if check is None else check([one.seen for one in batches]),
             "sums": [sum(getattr(one, name) for one in batches) for name in _SUMMED],
@@ -187,7 +183,7 @@ def agree_on_window(
             "has": bool(batches),
             "keys": _digest(_keys_by_place(batches or held)),
             "rows": digest_of_rows(batches) if compares else b"",
-            "place": _place_in(mesh) if compares else (),
+            "place": place_of_rows(mesh) if compares else (),
         }
 
     decide = partial(_together, mesh if compares else None)
@@ -224,12 +220,6 @@ def _together(compared: Any, everyone: list[dict[str, Any]]) -> tuple[list[float
     )
 
 
-def _place_in(mesh: Any) -> tuple[int, ...]:
-    """This rank's coordinates in a mesh, but for that along ``cp``: the same for ranks that share rows."""
-    names = mesh.mesh_dim_names or itertools.repeat("")  # a mesh of torch need not have names
-    return tuple(at for at, name in zip(mesh.get_coordinate() or (), names, strict=False) if name != CP)
-
-
 def _compare_rows(everyone: list[dict[str, Any]], mesh: Any) -> None:
     """Refuse ranks that share rows and have different ones; warn of the same rows where others should be.
 
@@ -252,7 +242,7 @@ def _compare_rows(everyone: list[dict[str, Any]], mesh: Any) -> None:
                 abridged(same),
                 "Samplers and windows without mesh= follow the mesh with cp that this process has made, and "
                 "this model is not on it: give them mesh=build_mesh()"
-                if CP not in (mesh.mesh_dim_names or ()) and has_made_cp()
+                if shares_rows_elsewhere(mesh)
                 else "Give the loader a sampler that shares rows out, such as ResumableSampler",
             )
 

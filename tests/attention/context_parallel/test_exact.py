@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
-from fsdp_sft._ranks.mesh import cp_rank, parameter_mesh
+from fsdp_sft._ranks.mesh import parameter_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
-from fsdp_sft.loss import part_of
+from fsdp_sft.loss import Rows
 from fsdp_sft.weights import build_meta_model
 from tests import plain
 from tests.harness.architectures import class_names, quiet, tiny_architecture
@@ -391,7 +391,7 @@ def test_one_rank_of_a_group_reads_for_all() -> None:
     sampler = fs.ResumableSampler(data, seed=3, mesh=mesh)
     plain = fs.ResumableSampler(data, seed=3, num_replicas=2, rank=share)
     expected = [[batch["input_ids"].tolist()] for batch in loader(plain)]
-    own = loader(sampler) if cp_rank(mesh) == 0 else None
+    own = loader(sampler) if mesh.get_local_rank("cp") == 0 else None
     windows = fs.windows(own, 1, mesh=mesh)
     assert [[batch["input_ids"].tolist() for batch in window] for window in windows] == expected
     if own is not None:
@@ -406,7 +406,7 @@ def test_one_rank_of_a_group_reads_for_all() -> None:
     states: list[Any] = [None] * 4
     dist.all_gather_object(states, other.state_dict())
     assert states == [states[0]] * 4
-    if cp_rank(mesh) == 0:
+    if mesh.get_local_rank("cp") == 0:
         with pytest.raises(ValueError, match="needs a loader"):
             fs.windows(None, 1, mesh=mesh)
     for refused in (fs.ResumableSampler, partial(fs.PackedSampler, max_length=99)):
@@ -426,8 +426,8 @@ def test_an_error_of_who_reads_reaches_all() -> None:
 
     unsendable = [{**batch_of(rows_of([4, 5]), PACKED), "x": lambda: 1}]
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
-        next(fs.windows(unsendable if cp_rank(mesh) == 0 else None, 1, mesh=mesh))
-    iterator = fs.windows(batches() if cp_rank(mesh) == 0 else None, 1, mesh=mesh)
+        next(fs.windows(unsendable if mesh.get_local_rank("cp") == 0 else None, 1, mesh=mesh))
+    iterator = fs.windows(batches() if mesh.get_local_rank("cp") == 0 else None, 1, mesh=mesh)
     assert len(next(iterator)) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(iterator)
@@ -549,10 +549,10 @@ def test_one_row_of_positions_and_mask_is_that_of_all_rows() -> None:
     ids = torch.arange(5, 19).view(2, 7)
     batch = {"input_ids": ids, "labels": ids, "note": "as it is"}
     place, mask = torch.tensor([0, 1, 2, 3, 4, 5, 6]), torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
-    group = SequenceGroup("", 2, 1, 0)
-    part = part_of({**batch, "position_ids": place, "attention_mask": mask}, group)
+    rows = Rows(SequenceGroup("", 2, 1))
+    part = rows.part({**batch, "position_ids": place, "attention_mask": mask})
     every = {"position_ids": place.expand(2, 7), "attention_mask": mask.expand(2, 7)}
-    for name, value in part_of({**batch, **every}, group).items():
+    for name, value in rows.part({**batch, **every}).items():
         assert name == "note" or torch.equal(part[name], value), name
     assert part["note"] == "as it is"
 

@@ -23,6 +23,7 @@ from fsdp_sft.attention.context_parallel.group import (
     WholeRows,
     not_divisible,
     part_of_rows,
+    register,
     rows_in_forward,
     sequence_group_in,
 )
@@ -185,8 +186,6 @@ def share_attention(model: Any) -> None:
         UnsupportedModelError: If transformers does not let the model run another attention, or if a rotary
             embedding inside a block depends on the length of the row.
     """
-    from fsdp_sft.attention.context_parallel.attention import register
-
     before = attention_of(model)
     wanted = register(before.removeprefix(PREFIX))
     model.set_attn_implementation(wanted)
