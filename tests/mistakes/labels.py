@@ -241,8 +241,8 @@ MISTAKES = [
     Mistake(
         "nulls of a JSON row are stripped",
         "collate/rows.py",
-        "    from_table = len(keys) == len(lists) and any(",
-        "    from_table = any(",
+        "len({(key, *message) for key, message in messages}) == len(lists)",
+        "True",
         ("tests/collate/test_rows.py",),
     ),
     Mistake(
