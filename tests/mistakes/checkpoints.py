@@ -173,7 +173,7 @@ MISTAKES = [
     ),
     Mistake(
         "machines are told apart by the number of a namespace that most of them have",
-        "_process/identity.py",
+        "jobs/watchdog.py",
         'Path("/proc/sys/kernel/random/boot_id").read_text().strip()',
         '""',
         ("tests/process/test_limits.py",),

@@ -149,14 +149,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "rows of a pack that ranks share see each other",
-        "attention/context_parallel/group.py",
+        "attention/context_parallel/__init__.py",
         "mask_function = keep_rows_apart(mask_function, whole.position_ids, whole.rows)",
         "pass",
         ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
     ),
     Mistake(
         "each rank attends with the sinks of the first heads",
-        "attention/context_parallel/group.py",
+        "attention/context_parallel/__init__.py",
         "self.group.rank * each, each)",
         "0, each)",
         ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
@@ -212,14 +212,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "padding on the left sees filler",
-        "attention/context_parallel/group.py",
+        "attention/context_parallel/__init__.py",
         "        inner[..., -whole.filler :] = -math.inf\n",
         "        pass\n",
         ("tests/attention/context_parallel/test_exact.py::test_padding_on_the_left_does_not_see_filler",),
     ),
     Mistake(
         "ranks rotate by the length of their part",
-        "attention/context_parallel/__init__.py",
+        "attention/context_parallel/group.py",
         "            module.register_forward_pre_hook(_with_whole_positions, with_kwargs=True)\n"
         "            module.register_forward_hook(_own_part)\n",
         "",

@@ -336,14 +336,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "experts are computed by what does not run at their widths",
-        "experts/choice.py",
+        "experts/__init__.py",
         "if width * narrow.itemsize % _ALIGNED]",
         "if False]",
         ("tests/experts/test_experts.py::test_the_setting_stays_where_it_runs",),
     ),
     Mistake(
         "gradients of experts' biases are added up token by token",
-        "experts/choice.py",
+        "experts/__init__.py",
         "    if any(p.ndim == 2 for p in parameters) and",
         "    if False and",
         ("tests/experts/test_experts.py::test_experts_with_biases_are_as_exact_as_eager_ones",),

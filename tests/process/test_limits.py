@@ -15,11 +15,11 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft._process import limits
-from fsdp_sft._process.identity import process_state, this_process
 from fsdp_sft._ranks import agree
 from fsdp_sft._tensors import disk, reader, stored
 from fsdp_sft.collate import collator, encoded
 from fsdp_sft.dcp_io import folder
+from fsdp_sft.jobs.watchdog import process_state, this_process
 from tests.harness.models import tiny_model
 from tests.harness.ranks import on_ranks, run_distributed
 from tests.harness.trained import make_model
@@ -171,7 +171,7 @@ def test_processes_are_told_apart() -> None:
 
 def test_the_end_of_a_process_shows() -> None:
     code = """if True:
-        from fsdp_sft._process.identity import this_process
+        from fsdp_sft.jobs.watchdog import this_process
         print(*this_process(), sep=chr(31), flush=True)
         input()
     """
