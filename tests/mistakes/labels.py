@@ -4,28 +4,27 @@ from tests.mistakes.mistake import Mistake
 
 ATTENTION_MASK = '"attention_mask": padded([[1] * len(chat.input_ids) for chat in chats], length, 0),'
 LABELS = '"labels": padded([chat.labels for chat in chats], length, IGNORE_INDEX),'
-ALIKE = ("tests/collate/test_mask_oracle.py::test_conversations_alike_get_the_labels_that_each_gets_alone",)
 MISTAKES = [
     Mistake(
         "an answer without a text ends where that of a like conversation does",
         "collate/spans.py",
         "all(at.start < at.end for at in layout.places)",
         "bool(layout.places)",
-        ALIKE,
+        ("tests/collate/test_mask_oracle.py::test_conversations_alike_get_the_labels_that_each_gets_alone",),
     ),
     Mistake(
         "which messages are trained is that of the first conversation with these texts around",
         "collate/spans.py",
         "key = (*sorted(wanted), options",
         "key = (options",
-        ALIKE,
+        ("tests/collate/test_mask_oracle.py::test_conversations_alike_get_the_labels_that_each_gets_alone",),
     ),
     Mistake(
         "notes on a row are on all that are like it",
         "collate/spans.py",
         "dropped, list(notes))",
         "dropped, notes)",
-        ALIKE,
+        ("tests/collate/test_mask_oracle.py::test_conversations_alike_get_the_labels_that_each_gets_alone",),
     ),
     Mistake(
         "an answer that another tool would leave out is trained",
