@@ -6,7 +6,7 @@ import json
 import weakref
 from array import array
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 # Labels need that token only at the edges of turns. A tokenizer that reports the offsets of all its tokens
 # takes a fifth longer; where the bytes of the tokens are the text, they say the same.
 
-_PIECES: weakref.WeakKeyDictionary[Any, defaultdict[int, bytes]] = weakref.WeakKeyDictionary()
+_PIECES: weakref.WeakKeyDictionary[Any, list[bytes]] = weakref.WeakKeyDictionary()
 
 
-def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> defaultdict[int, bytes]:
+def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     """The bytes of each token, by id; of a tokenizer that is not byte-level, some that are no text's."""
     if tokenizer not in _PIECES:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -49,7 +49,7 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> defaultdict[int, bytes]:
             number: token.translate(as_bytes).encode("latin-1", "replace")
             for token, number in tokenizer.get_vocab().items()
         } | {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
-        _PIECES[tokenizer] = defaultdict(bytes, tokens)
+        _PIECES[tokenizer] = [tokens.get(number, b"") for number in range(max(tokens) + 1)]
     return _PIECES[tokenizer]
 
 
@@ -81,9 +81,9 @@ class Tokens:
         return position if isinstance(self.data, str) else len(self.text[:position].encode())
 
 
-def _by_bytes(ids: list[int], text: str, pieces: defaultdict[int, bytes]) -> Tokens | None:
+def _by_bytes(ids: list[int], text: str, pieces: list[bytes]) -> Tokens | None:
     """Tokens whose bytes make up the text; None if they do not."""
-    parts, data = list(map(pieces.__getitem__, ids)), text.encode()
+    parts, data = [pieces[number] for number in ids], text.encode()
     if b"".join(parts) != data:
         return None
     begins = list(accumulate(map(len, parts), initial=0))
@@ -149,7 +149,9 @@ class EncodedChat:
     def num_targets(self) -> int:
         """Targets after the shift; the first token is never one, since no token precedes it."""
         # list.count, since a generator over the labels would take as long as rendering the template.
-        return len(self.labels[1:]) - self.labels[1:].count(IGNORE_INDEX)
+        return (
+            len(self.labels) - self.labels.count(IGNORE_INDEX) - (self.labels[:1] not in ([], [IGNORE_INDEX]))
+        )
 
 
 def read_encoded(row: Any) -> EncodedChat:
