@@ -19,7 +19,7 @@ from fsdp_sft._compat.fsdp import (
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 from fsdp_sft._model.view import record_of, replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
-from fsdp_sft._ranks.mesh import DP_REPLICATE, layer_axes, mesh_of_rows
+from fsdp_sft._ranks.mesh import DP_REPLICATE, layer_axes
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 
@@ -74,8 +74,15 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
 
 
 def _mesh_of_parameters(model: torch.nn.Module) -> DeviceMesh | None:
-    """The mesh of a model's parameters that shows how rows are distributed; None without shards."""
-    return mesh_of_rows(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    """The mesh of a model's parameters that shows how rows are distributed; None without shards.
+
+    It is the largest, and not that of layers of which ranks have different ones, such as experts.
+    """
+    return max(
+        (p.device_mesh for p in model.parameters() if isinstance(p, DTensor)),
+        key=lambda mesh: (not layer_axes(mesh), mesh.size()),
+        default=None,
+    )
 
 
 def reshard(model: torch.nn.Module) -> Any:

@@ -144,8 +144,9 @@ def share(value: Any) -> Any:
 
     Collective: all ranks.
     """
-    own = value if this_rank() == 0 else None
-    return _decided("share", "sharing a value", None, own, operator.itemgetter(0))
+    return _decided(
+        "share", "sharing a value", None, value if this_rank() == 0 else None, operator.itemgetter(0)
+    )
 
 
 def all_gather_objects(value: Any) -> list[Any]:
@@ -163,11 +164,13 @@ def all_reduce_sum(values: list[float]) -> list[float]:
 
     Collective: all ranks, with lists of the same length.
     """
-
-    def added(everyone: list[list[float]]) -> list[float]:
-        return [functools.reduce(operator.add, column) for column in zip(*everyone, strict=True)]
-
-    return _decided(f"sum of {len(values)}", "adding", None, list(map(float, values)), added)
+    return _decided(
+        f"sum of {len(values)}",
+        "adding",
+        None,
+        list(map(float, values)),
+        lambda everyone: [functools.reduce(operator.add, one) for one in zip(*everyone, strict=True)],
+    )
 
 
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:
@@ -354,8 +357,7 @@ def agree_on(phase: str, **facts: Any) -> None:
     """
 
     def compare(everyone: list[dict[str, Any]]) -> None:
-        apart = difference(list(enumerate(everyone)))
-        if apart:
+        if apart := difference(list(enumerate(everyone))):
             raise ValueError(f"{phase}: ranks differ in {apart}; give all of them the same")
 
     through_rank_0(phase, lambda: facts, compare)

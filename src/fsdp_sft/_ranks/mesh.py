@@ -2,11 +2,10 @@
 
 import itertools
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._process.devices import default_device_type
@@ -89,14 +88,6 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
             "would take its axes for replicas and shards"
         )
     return found
-
-
-def mesh_of_rows(meshes: Iterable[DeviceMesh]) -> DeviceMesh | None:
-    """The one of a model's meshes that shows how rows are distributed: the largest; None if there is none.
-
-    That of experts which ranks share out does not show it: others come first.
-    """
-    return max(meshes, key=lambda mesh: (EP not in (mesh.mesh_dim_names or ()), mesh.size()), default=None)
 
 
 def layer_axes(mesh: DeviceMesh | None) -> set[str]:
@@ -194,8 +185,6 @@ def build_mesh(
             f"{product} makes {dp_replicate * dp_shard * cp} ranks, but the job has {num_ranks}: leave "
             "dp_shard out to use all that the others leave, which have to divide the number of ranks"
         )
-    from torch.distributed.device_mesh import init_device_mesh
-
     device_type = device_type or default_device_type()
     axes = {DP_REPLICATE: dp_replicate} if dp_replicate > 1 else {}
     axes[DP_SHARD if cp == 1 else DP_SHARD_CP] = dp_shard * cp

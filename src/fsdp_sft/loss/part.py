@@ -73,10 +73,6 @@ class BatchPart(CheckedBatch):
         if device.type == "cpu":
             return self
         whole = self.whole
-        fields = {
-            name: travelling(value, device) if isinstance(value, torch.Tensor) else value
-            for name, value in self.items()
-        }
         moved = replace(
             whole,
             position_ids=travelling(whole.position_ids, device),
@@ -84,7 +80,10 @@ class BatchPart(CheckedBatch):
             padding=None if whole.padding is None else travelling(whole.padding, device),
         )
         return BatchPart(
-            fields,
+            {
+                name: travelling(value, device) if isinstance(value, torch.Tensor) else value
+                for name, value in self.items()
+            },
             moved,
             counted=travelling(self.counted, device),
             targets=facts_of(self["shift_labels"].reshape(-1), device),
