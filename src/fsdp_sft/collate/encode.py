@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 # Labels need that token only at the edges of turns. A tokenizer that reports the offsets of all its tokens
 # takes a fifth longer; where the bytes of the tokens are the text, they say the same.
 
-_PIECES: weakref.WeakKeyDictionary[Any, list[bytes]] = weakref.WeakKeyDictionary()
+_PIECES: weakref.WeakKeyDictionary[Any, dict[int, list[bytes]]] = weakref.WeakKeyDictionary()
 
 
 def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     """The bytes of each token, by id; of a tokenizer that is not byte-level, some that are no text's."""
-    if tokenizer not in _PIECES:
+    of_size = _PIECES.setdefault(tokenizer, {})
+    if len(tokenizer) not in of_size:  # tokens may have been added since
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         as_bytes = {ord(character): byte for byte, character in bytes_to_unicode().items()}
@@ -49,8 +50,8 @@ def _pieces_of(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
             number: token.translate(as_bytes).encode("latin-1", "replace")
             for token, number in tokenizer.get_vocab().items()
         } | {number: token.content.encode() for number, token in tokenizer.added_tokens_decoder.items()}
-        _PIECES[tokenizer] = [tokens.get(number, b"") for number in range(max(tokens) + 1)]
-    return _PIECES[tokenizer]
+        of_size[len(tokenizer)] = [tokens.get(number, b"") for number in range(max(tokens) + 1)]
+    return of_size[len(tokenizer)]
 
 
 @dataclass(slots=True)
@@ -300,8 +301,9 @@ def encode_all(
     chats = []
     for index, chat in enumerate(encode_rows(rows, tokenizer, options)):
         if isinstance(chat, RowError):
-            place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
-            raise type(chat)(f"{place}{chat}", reason=chat.reason) from chat
+            raise type(chat)(
+                f"{f'row {index} of {len(rows)}: ' * (len(rows) > 1)}{chat}", reason=chat.reason
+            ) from chat
         chats.append(chat)
     warn_of_notes(Counter(name for chat in chats for name in ("kept", *chat.notes)), told)
     return chats
