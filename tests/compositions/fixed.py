@@ -227,6 +227,7 @@ EQUAL: list[dict[str, str]] = [
         "optimizer": "adamw",
         "export": "float32",
     },
+    {"architecture": "float32 modules", "mesh": "cp 2", "batches": "packed"},
 ]
 
 REFUSED: dict[str, dict[str, str]] = {

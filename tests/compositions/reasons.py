@@ -117,9 +117,11 @@ REASONS: tuple[Reason, ...] = (
         "a pack on a model that does not keep its rows apart",
         "PackingError",
         r"not kept apart",
-        lambda draw: _is(draw, architecture="float32 modules", batches="packed"),
-        ("architecture", "batches"),
-        "pad the rows, or take a model whose layers look at positions",
+        lambda draw: (
+            _is(draw, architecture="float32 modules", batches="packed") and not draw["mesh"].startswith("cp")
+        ),
+        ("architecture", "batches", "mesh"),
+        "pad the rows, share them with context parallelism, or take a model whose layers look at positions",
     ),
     Reason(
         "a pack with an attention mask",

@@ -412,6 +412,13 @@ MISTAKES: list[Mistake] = [
         ("tests/test_mistakes.py::test_a_schedule_that_is_stepped_twice",),
     ),
     Mistake(
+        "packs of rows that ranks share are tried with the model's own attention",
+        "step/checks.py",
+        " * (rows_of(model).ranks == 1)",
+        "",
+        ("tests/compositions/test_compositions.py::test_a_composition_is_equal",),
+    ),
+    Mistake(
         "labels in a list are asked for their shape",
         "loss/counting.py",
         "    if not is_usual or labels.ndim != 2 or labels.shape != beside.shape:\n",
