@@ -142,7 +142,8 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
     # literals has its edges as far behind the ends of its texts.
     ends = [0, *(place.end for place in layout.places)]
     is_usual = len(ends) > len(layout.skeleton.numbers) and all(at.start < at.end for at in layout.places)
-    alike = layout.skeleton.edges if is_usual and not tags else {}
+    has_room = len(layout.skeleton.edges) < 256  # of each row other messages may be trained
+    alike = layout.skeleton.edges if is_usual and has_room and not tags else {}
     key = (*sorted(wanted), options.empty_reasoning, *(not message["content"] for message in messages))
     if key not in alike:
         finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
@@ -315,8 +316,11 @@ class _TurnFinder:
             at = before.rfind(header)
             if at >= 0:
                 return at + len(header)
-        unknown = self.facts.always_headed or self._edges(index)[0] or not self.messages[index]["content"]
-        return None if unknown else len(before)
+        return (
+            None
+            if self.facts.always_headed or self._edges(index)[0] or not self.messages[index]["content"]
+            else len(before)
+        )
 
     def _stop(
         self, index: int, after: str, last: int, first: int, own: tuple[int, int] | None

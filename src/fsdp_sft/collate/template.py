@@ -302,9 +302,8 @@ def limited_time() -> Iterator[None]:
 
 
 def _look_at_the_time(*_: object) -> None:
-    if (
-        time.thread_time() - getattr(_rendering, "since", math.inf) >= _SECONDS
-    ):  # else other threads have used the process's time
+    # Else other threads have used the process's time.
+    if time.thread_time() - getattr(_rendering, "since", math.inf) >= _SECONDS:
         raise TimeoutError
 
 
