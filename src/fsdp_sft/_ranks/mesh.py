@@ -14,11 +14,11 @@ from fsdp_sft._ranks.agree import all_reduce_sum, connect_neighbours, this_rank,
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 CP = "cp"  # context parallelism: ranks have the same rows, and each computes some of their tokens
-EP = "ep"  # expert parallelism: ranks have different experts
 DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 
 _PARAMETERS = "parameters"
-_OF_LAYERS = {"pp", "tp", EP}  # pipeline: ranks have different layers; tensor parallelism: parts of each
+# Pipeline: ranks have different layers; tensor parallelism: parts of each; experts: different ones.
+_OF_LAYERS = {"pp", "tp", "ep"}
 
 # The meshes that build_mesh has made, by the default process group of then. They are kept even if the caller
 # has dropped them: torch's caches hold some of them anyway, and Python collects the others at different times

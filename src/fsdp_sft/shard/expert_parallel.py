@@ -8,13 +8,13 @@ from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import without_adapters
-from fsdp_sft._ranks.mesh import DP_REPLICATE, DP_SHARD, EP, made_of
+from fsdp_sft._ranks.mesh import DP_REPLICATE, DP_SHARD, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 EXPERTS_SHARD = (
     "efsdp"  # transformers' name for the axis along which FSDP2 shards the experts that a rank holds
 )
-_ALONE = "alone"
+EP, _ALONE = "ep", "alone"  # axes of ranks that have different experts, and of each rank by itself
 
 # Dtypes in which FSDP2 expects no overflow of a gradient reduction. In others it divides once before and
 # once after, and so twice where a group is one rank, as of experts over all ranks (torch 2.13).
