@@ -16,6 +16,7 @@ import fsdp_sft as fs
 from fsdp_sft.loss.blocks import Products
 from fsdp_sft.loss.counting import counted_tokens, num_tokens
 from fsdp_sft.loss.linear import head_losses
+from fsdp_sft.loss.plain import Terms
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of, sharing_rows
 from tests.harness.losses import (
     HEADS,
@@ -214,17 +215,28 @@ class _Gained(Products):
         return super().hidden_gradient(slopes)
 
 
-@pytest.mark.parametrize("size", [1e-7, 1.0, 65536.0])
+@pytest.mark.parametrize(("size", "z_loss"), [(1e-7, 0.0), (1.0, 0.0), (65536.0, 0.0), (1.0, 0.5)])
 @pytest.mark.parametrize("trained", [True, False])
-def test_weights_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: float) -> None:
+def test_slopes_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: float, z_loss: float) -> None:
     monkeypatch.setattr("fsdp_sft.loss.blocks.products_for", _Gained)
     hidden, weight, labels, bias = draw_head(torch.float64)
     own = leaves_of(hidden, weight, bias) if trained else [*leaves_of(hidden), weight, bias]
     weights = size * torch.randn(len(labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = F.cross_entropy(own[0] @ own[1].T + own[2], labels, reduction="none") * weights
-    found, _ = head_losses(own[0], own[1], labels, bias=own[2], summed=False)
-    leaves = [leaf for leaf in own if leaf.requires_grad]
-    gradients = [torch.autograd.grad(one.sum(), leaves) for one in (found * weights, expected)]
+    logits, leaves = own[0] @ own[1].T + own[2], [leaf for leaf in own if leaf.requires_grad]
+    found = head_losses(
+        *own[:2],
+        labels,
+        bias=own[2],
+        **({"weights": weights, "terms": Terms(z_loss=z_loss)} if z_loss else {"summed": False}),
+    )[0]
+    gradients = [
+        torch.autograd.grad(one.sum(), leaves)
+        for one in (
+            found if z_loss else found * weights,
+            F.cross_entropy(logits, labels, reduction="none") * weights
+            + z_loss * logits.logsumexp(-1) ** 2 * (labels != -100) * weights,
+        )
+    ]
     assert max(map(relative_error, *gradients)) <= 1e-12
 
 

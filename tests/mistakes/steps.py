@@ -419,6 +419,20 @@ MISTAKES: list[Mistake] = [
         ("tests/compositions/test_compositions.py::test_a_composition_is_equal",),
     ),
     Mistake(
+        "slopes of a z-loss are scaled as if it had none",
+        "loss/blocks.py",
+        "return gain / ((1 + 128 * terms.z_loss) * largest)",
+        "return gain / largest",
+        ("tests/loss/test_loss.py::test_slopes_of_any_size_fit_float16",),
+    ),
+    Mistake(
+        "a shell in a Slurm allocation lends its local rank",
+        "_ranks/init.py",
+        'for n in ("LOCAL_RANK", *["SLURM_LOCALID"] * is_slurm_step())',
+        'for n in ("LOCAL_RANK", "SLURM_LOCALID")',
+        ("tests/ranks/test_distributed.py::test_an_existing_group_is_used_and_meshes_are_checked",),
+    ),
+    Mistake(
         "labels in a list are asked for their shape",
         "loss/counting.py",
         "    if not is_usual or labels.ndim != 2 or labels.shape != beside.shape:\n",

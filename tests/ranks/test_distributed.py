@@ -209,11 +209,14 @@ def test_an_existing_group_is_used_and_meshes_are_checked() -> None:
     assert (context.launcher, context.rank, context.local_rank) == ("existing", rank, rank)
     assert (context.world_size, context.is_main, context.device) == (4, rank == 0, device_here())
     assert fs.init_distributed() == context, "calling it again changes nothing"
-    flat = fs.build_mesh()
-    assert (flat.mesh_dim_names, flat.shape) == (("dp_shard",), (4,))
-    hybrid = fs.build_mesh(dp_replicate=2)
-    assert (hybrid.mesh_dim_names, hybrid.mesh.tolist()) == (("dp_replicate", "dp_shard"), [[0, 1], [2, 3]])
-    assert fs.build_mesh(dp_replicate=4, dp_shard=1).shape == (4, 1)
+    meshes = [
+        fs.build_mesh(**given) for given in ({}, {"dp_replicate": 2}, {"dp_replicate": 4, "dp_shard": 1})
+    ]
+    assert [(mesh.mesh_dim_names, mesh.mesh.tolist()) for mesh in meshes] == [
+        (("dp_shard",), [0, 1, 2, 3]),
+        (("dp_replicate", "dp_shard"), [[0, 1], [2, 3]]),
+        (("dp_replicate", "dp_shard"), [[0], [1], [2], [3]]),
+    ]
     for arguments, message in (
         ({"dp_replicate": 3}, "dp_replicate=3 x dp_shard=1 makes 3 ranks, but the job has 4"),
         ({"dp_replicate": 2, "dp_shard": 4}, "makes 8 ranks, but the job has 4"),
@@ -222,6 +225,9 @@ def test_an_existing_group_is_used_and_meshes_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             fs.build_mesh(**arguments)
+    for step, local in (("", rank), ("0", 7)):  # outside of a step the id is that of the shell
+        pytest.MonkeyPatch().setattr(os, "environ", {"SLURM_LOCALID": "7", "SLURM_STEP_ID": step})
+        assert module._existing_launch().local_rank == local
 
 
 def test_a_mesh_needs_a_group() -> None:

@@ -148,7 +148,7 @@ def ranks_on_host() -> int:
 def _existing_launch() -> DistributedContext:
     """This process's place in the caller's process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    names = [name for name in ("LOCAL_RANK", "SLURM_LOCALID")[: 1 + is_slurm_step()] if name in os.environ]
+    names = [n for n in ("LOCAL_RANK", *["SLURM_LOCALID"] * is_slurm_step()) if n in os.environ]
     # Without a launcher's word, assume that ranks are assigned to the node's devices in order.
     local_rank = env_int(names[0]) if names else rank % (torch.accelerator.device_count() or size)
     return DistributedContext(
