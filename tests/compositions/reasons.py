@@ -44,7 +44,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "adapters that begin from the base weights, before there are any",
         "UnsupportedModelError",
-        r"can only be initialised|cannot be initialised|initialised from",
+        r"can only be initialised|cannot be initialised|initialised from|initialises adapters from",
         lambda draw: _is(
             draw,
             adapters=("dora", "lora and tokens"),
