@@ -301,9 +301,8 @@ def encode_all(
     chats = []
     for index, chat in enumerate(encode_rows(rows, tokenizer, options)):
         if isinstance(chat, RowError):
-            raise type(chat)(
-                f"{f'row {index} of {len(rows)}: ' * (len(rows) > 1)}{chat}", reason=chat.reason
-            ) from chat
+            place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
+            raise type(chat)(f"{place}{chat}", reason=chat.reason) from chat
         chats.append(chat)
     warn_of_notes(Counter(name for chat in chats for name in ("kept", *chat.notes)), told)
     return chats

@@ -141,27 +141,28 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
     # A turn begins and ends in the template's own text, so a conversation with other texts between the same
     # literals has its edges as far behind the ends of its texts.
     ends = [0, *(place.end for place in layout.places)]
-    is_usual = len(ends) > len(layout.skeleton.numbers) and all(at.start < at.end for at in layout.places)
-    has_room = len(layout.skeleton.edges) < 256  # of each row other messages may be trained
-    alike = layout.skeleton.edges if is_usual and has_room and not tags else {}
+    is_usual = (
+        not tags
+        and len(layout.skeleton.edges) < 256  # of each row other messages may be trained
+        and len(ends) > len(layout.skeleton.numbers)
+        and all(at.start < at.end for at in layout.places)
+    )
+    alike = layout.skeleton.edges if is_usual else {}
     key = (*sorted(wanted), options.empty_reasoning, *(not message["content"] for message in messages))
     if key not in alike:
         finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
-        alike[key] = (
-            [
-                (
-                    turn.message,
-                    [
-                        (last := bisect_right(ends, edge) - 1, edge - ends[last])
-                        for edge in (turn.start, turn.stop_start, turn.end)
-                    ],
-                )
-                for turn in finder.turns(text, tags, wanted)
-            ],
-            finder.notes,
+        alike[key] = list(finder.turns(text, tags, wanted)), ends, finder.notes
+    known, before, notes = alike[key]
+    turns = [
+        Turn(
+            turn.message,
+            *(
+                edge - before[last := bisect_right(before, edge) - 1] + ends[last]
+                for edge in (turn.start, turn.stop_start, turn.end)
+            ),
         )
-    edges, notes = alike[key]
-    turns = [Turn(message, *(ends[n] + offset for n, offset in three)) for message, three in edges]
+        for turn in known
+    ]
     printed = {id(place.leaf) for place in layout.places}
     dropped = [
         leaf
