@@ -293,7 +293,7 @@ def limited_time() -> Iterator[None]:
         yield
         return
     former = signal.signal(signal.SIGPROF, _look_at_the_time)
-    timer = signal.setitimer(signal.ITIMER_PROF, _SECONDS / 4, _SECONDS / 4)
+    timer = signal.setitimer(signal.ITIMER_PROF, _SECONDS / 10, _SECONDS / 10)
     try:
         yield
     finally:
