@@ -89,7 +89,11 @@ def compared(tokenizer: Any, folder: Path, number: int, times: int) -> list[str]
     rendered = [_text(row, tokenizer) for row in rows]
     ways: dict[str, Callable[[], Any]] = {
         "bare tokenisation": lambda: bare(rows, tokenizer, rendered=rendered),
-        "rendered and tokenised": lambda: bare(rows, tokenizer, rendered=None),
+        "rendered and tokenised, a row at a time": lambda: [
+            tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=True)
+            for row in rows
+        ],
+        "rendered and tokenised, 256 rows at a time": lambda: bare(rows, tokenizer, rendered=None),
         "encode_dataset": lambda: encode(rows, tokenizer, folder),
     }
     took: dict[str, list[float]] = {name: [] for name in ways}
