@@ -221,12 +221,13 @@ def encode_chat(
 ) -> EncodedChat:
     """Tokenise a chat row and label the tokens that the model is to learn.
 
-    The conversation is rendered with the chat template and tokenised once, without adding special tokens
-    (the template writes its own). An assistant turn is trained from the end of the generation prompt through
-    the token on which generation stops, if the template writes one. If the tokenizer has no such token, the
-    text that ends the turn is trained instead. A token that contains characters from both sides of the turn's
-    start is not trained. Notes on the row, but for "dropped", "empty_reasoning" and "answer_cut_off", are
-    warned of.
+    The conversation is rendered with the chat template and tokenised once, without adding special tokens (the
+    template writes its own). An assistant turn is trained from the end of the generation prompt through the
+    token on which generation stops, if the template writes one. What a prompt does not have, the model must
+    write: of a template without a generation prompt the header of an answer is trained too. If the tokenizer
+    has no such token, the text that ends the turn is trained instead. A token that contains characters from
+    both sides of the turn's start is not trained. Notes on the row, but for "dropped", "empty_reasoning" and
+    "answer_cut_off", are warned of.
 
     Args:
         row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`

@@ -368,8 +368,9 @@ def _load_step(
             before, now = manifest.world_size, world_size()
             warn_caller(
                 f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
-                f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
-                "was rank_state of each rank is in LoadedCheckpoint.rank_states"
+                f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows (with "
+                "windows(global_batch=) as many as before). What was rank_state of each rank is in "
+                "LoadedCheckpoint.rank_states"
             )
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
