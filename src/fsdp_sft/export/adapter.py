@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sft._model.adapters import with_tensors
+from fsdp_sft._model.published import model_tensors, with_tensors
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.view import model_tensors
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.settings import write_chat

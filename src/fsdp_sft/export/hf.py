@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.conversions import revert_weight_conversion
 from fsdp_sft._compat.fsdp import sharded_as
-from fsdp_sft._model.adapters import merged_weights
+from fsdp_sft._model.published import merged_weights, merging_dtype
 from fsdp_sft._model.view import clean_name
 from fsdp_sft._ranks.agree import agreed, tell, this_rank
 from fsdp_sft._tensors.boxes import values_of, whole
@@ -25,7 +25,7 @@ from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes
 from fsdp_sft._tensors.stored import Stored
-from fsdp_sft.export.plan import ExportPlan, merging_dtype, plan_export
+from fsdp_sft.export.plan import ExportPlan, plan_export
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import check_target, export_target, new_folder
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks
+from fsdp_sft._model.published import copied_modules
 from fsdp_sft._model.sharded import refuse_hooks
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model
 from fsdp_sft._model.view import base_of, record_of, replicas_of
