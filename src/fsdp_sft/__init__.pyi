@@ -97,9 +97,8 @@ from fsdp_sft.sampling.packing import (
 )
 from fsdp_sft.sampling.sampler import Mixture as Mixture, ResumableSampler as ResumableSampler
 from fsdp_sft.sampling.verify import verify_packing as verify_packing
-from fsdp_sft.shard.apply import shard_model as shard_model
+from fsdp_sft.shard.apply import describe_sharding as describe_sharding, shard_model as shard_model
 from fsdp_sft.shard.compile import compile_blocks as compile_blocks
-from fsdp_sft.shard.describe import describe_sharding as describe_sharding
 from fsdp_sft.step import (
     StepResult as StepResult,
     evaluate as evaluate,

@@ -83,8 +83,8 @@ MISTAKES = [
     Mistake(
         "a step is loaded into adapters of another factor",
         "dcp_io/model_state.py",
-        '    if apart:\n        raise CheckpointMismatchError(\n            f"{folder} holds other adapters',
-        '    if False:\n        raise CheckpointMismatchError(\n            f"{folder} holds other adapters',
+        '    if apart:\n        raise CheckpointMismatchError(f"{folder} holds {apart}")',
+        '    if False:\n        raise CheckpointMismatchError(f"{folder} holds {apart}")',
         ("tests/model/test_adapters.py",),
     ),
     Mistake(

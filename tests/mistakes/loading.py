@@ -40,7 +40,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "buffers of a copied module are left as the memory was",
-        "_model/adapters.py",
+        "_model/published.py",
         "for name, tensor in named_tensors(copied).items():",
         "for name, tensor in copied.named_parameters():",
         ("tests/weights/test_account.py",),

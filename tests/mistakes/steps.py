@@ -35,7 +35,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "adapters that are merged are trained or saved once more",
-        "_model/adapters.py",
+        "_model/published.py",
         "    if merged:\n        raise UnsupportedModelError(",
         "    if False:\n        raise UnsupportedModelError(",
         ("tests/model/test_adapters.py",),

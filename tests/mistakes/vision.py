@@ -54,23 +54,23 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "of nested adapters the outermost alone is merged",
-        "_model/adapters.py",
+        "_model/published.py",
         "    for wrapper in layers:\n",
         "    for wrapper in layers[:1]:\n",
         ("tests/model/test_adapters.py::test_they_train_and_export_as_in_plain_peft",),
     ),
     Mistake(
         "adapters that peft does not merge are found when the export writes them",
-        "export/plan.py",
+        "_model/published.py",
         "        if kind in kinds or this_rank():\n",
         "        if kind not in kinds:\n",
         ("tests/export/test_adapters.py",),
     ),
     Mistake(
         "an export merges into the model's own layers",
-        "_model/adapters.py",
-        "    layers = _nested(with_tensors(layer, full))\n",
-        "    layers = _nested(layer)\n",
+        "_model/published.py",
+        "    layers = nested(with_tensors(layer, full))\n",
+        "    layers = nested(layer)\n",
         ("tests/export/test_adapters.py",),
     ),
     Mistake(

@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch.nn.utils.rnn import pad_sequence
 
 import fsdp_sft as fs
-from fsdp_sft._tensors.rounding import TOLERANCES
+from fsdp_sft._model.forward import TOLERANCES
 from fsdp_sft.sampling.verify import left_padding_error
 from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import mesh_here

@@ -1,22 +1,18 @@
-"""LoRA through peft: add adapters to a model before it is sharded, and see the base model without them.
-
-Only ``add_adapters`` imports peft; others know its classes by their names.
-"""
+"""LoRA through peft: add adapters to a model before it is sharded, the same on every rank."""
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.blocks import not_prepared
-from fsdp_sft._model.view import base_of, is_a, named_tensors, slot
+from fsdp_sft._model.published import nested, tuner_layers
+from fsdp_sft._model.view import is_a
 from fsdp_sft._process.generators import unmoved
-from fsdp_sft.errors import UnsupportedModelError, abridged
+from fsdp_sft.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -61,10 +57,10 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
         torch.default_generator.manual_seed(seed)
-        layers = _tuner_layers(adapted)
+        layers = tuner_layers(adapted)
         # peft makes adapters of parameters, such as those of experts, after all others.
         for fqn in sorted(layers, key=lambda fqn: is_a(layers[fqn], "ParamWrapper", "peft")):
-            for wrapper in reversed(_nested(layers[fqn])):
+            for wrapper in reversed(nested(layers[fqn])):
                 _initialise(wrapper, peft_config)
     return adapted
 
@@ -78,48 +74,6 @@ def _excluding(peft_config: "PeftConfig", pattern: str) -> "PeftConfig":
     changed = copy.copy(peft_config)
     changed.exclude_modules = "|".join(f"(?:{each})" for each in (pattern, *patterns))
     return changed
-
-
-@contextmanager
-def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[Any]:
-    """The base model with its own parameter names, as it was before adapters were added.
-
-    Inside the context, layers with adapters are replaced by the layers that they wrap.
-
-    Args:
-        model: Any model; one without adapters is returned as it is.
-        trained: Whether to take the trained copies of ``modules_to_save`` instead of the modules from which
-            they were copied.
-
-    Raises:
-        UnsupportedModelError: For adapters that wrap no layer that could replace them.
-    """
-    wrappers, base = {**_tuner_layers(model), **_saved_modules(model)}, base_of(model)
-    inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
-    try:
-        for fqn, module in inner.items():
-            setattr(*slot(base, fqn), module)
-        yield base
-    finally:
-        for fqn, wrapper in wrappers.items():
-            setattr(*slot(base, fqn), wrapper)
-
-
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers with adapters by their FQNs in the base model; empty if there are none.
-
-    Raises:
-        UnsupportedModelError: For prompt tuning and the like, which cannot become part of the base's weights.
-    """
-    config: Any = getattr(model, "active_peft_config", None)
-    kind = getattr(config, "peft_type", None)
-    is_mixed = kind == "XLORA"  # by what it reads, of several adapters
-    if kind is not None and (config.is_prompt_learning or config.is_adaption_prompt or is_mixed):
-        raise UnsupportedModelError(
-            f"{kind} computes beside the base's weights and cannot be merged into them; "
-            + ("save_full_state_dict writes it" if is_mixed else "export_adapter writes it in peft's format")
-        )
-    return _tuner_layers(model)
 
 
 def refuse_initialised_from_base(configs: Iterable[Any]) -> None:
@@ -143,122 +97,6 @@ def refuse_initialised_from_base(configs: Iterable[Any]) -> None:
                 f"{how} initialises adapters from the base weights, and these are loaded afterwards: load "
                 "the base model first, with from_pretrained, and then call add_adapters and shard_model"
             )
-
-
-def saved_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(original, copy) for each parameter and buffer of the copies of ``modules_to_save``."""
-    for wrapper in _saved_modules(model).values():
-        original = named_tensors(wrapper.original_module)
-        for copied in getattr(wrapper, "modules_to_save", {}).values():
-            for name, tensor in named_tensors(copied).items():
-                yield original[name], tensor
-
-
-def copied_modules(model: nn.Module) -> set[nn.Module]:
-    """The frozen modules from which the copies of ``modules_to_save`` were made."""
-    return {
-        wrapper.original_module
-        for wrapper in _saved_modules(model).values()
-        if getattr(wrapper, "modules_to_save", None)
-    }
-
-
-@torch.no_grad()
-def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a base layer after peft has merged the active adapters into them.
-
-    Args:
-        layer: Layer with adapters; left as it was.
-        full: Full tensors of all its parameters and buffers by name; those of the base layer are changed.
-
-    Returns:
-        The base layer's parameters and buffers by their names in it.
-    """
-    # peft merges within a layer, and may swap its parts, so it gets a copy of the layer.
-    layers = _nested(with_tensors(layer, full))
-    for wrapper in layers:
-        if not wrapper.disable_adapters:
-            wrapper.merge()
-    return {name: tensor.detach() for name, tensor in named_tensors(layers[0].get_base_layer()).items()}
-
-
-def with_tensors(module: nn.Module, full: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
-    """A copy of a module, without its hooks, that holds other tensors; the module stays as it is.
-
-    Args:
-        module: The module, sharded or not.
-        full: Parameters and buffers of the copy by their names, after ``prefix``; others are the module's.
-        prefix: Name of the module with a dot at its end, or nothing.
-    """
-    made: Any = object.__new__(original_class(module))
-    for key, value in vars(module).items():
-        own = copy.copy(value) if isinstance(value, (dict, list)) else value
-        made.__dict__[key] = type(value)() if "_hooks" in key else own
-    for name, child in module._modules.items():
-        made._modules[name] = None if child is None else with_tensors(child, full, f"{prefix}{name}.")
-    for tensors in (made._parameters, made._buffers):
-        for name in tensors.keys() & {key.removeprefix(prefix) for key in full}:
-            is_parameter = isinstance(tensors[name], nn.Parameter)
-            tensors[name] = nn.Parameter(full[prefix + name], False) if is_parameter else full[prefix + name]
-    return made
-
-
-def refuse_merged(model: nn.Module, doing: str) -> None:
-    """Refuse a model whose adapters are merged into its base weights and still there.
-
-    Args:
-        model: Model, with adapters or without.
-        doing: What is refused, for the message.
-
-    Raises:
-        UnsupportedModelError: If adapters are merged.
-    """
-    merged = [fqn for fqn, layer in _tuner_layers(model).items() if getattr(layer, "merged", False)]
-    if merged:
-        raise UnsupportedModelError(
-            f"{doing} while adapters are merged into their base layers ({abridged(merged)}): these hold the "
-            "sum, in which the adapters would count twice, or be taken off what is loaded. Call "
-            "model.unmerge_adapter() before; export_hf writes a merged model by itself"
-        )
-
-
-def _tuner_layers(model: nn.Module) -> dict[str, Any]:
-    """The outermost layers that hold adapters by FQN in the base model, as peft made them one by one."""
-    found: dict[str, Any] = {}
-    for fqn, module in base_of(model).named_modules():
-        if is_a(module, "BaseTunerLayer", "peft") and not fqn.startswith(f"{next(reversed(found), None)}."):
-            found[fqn] = module
-    return found
-
-
-def _saved_modules(model: nn.Module) -> dict[str, Any]:
-    """Peft's wrappers around modules that are trained as copies, or in part, by FQN in the base model."""
-    modules = base_of(model).named_modules()
-    return {fqn: module for fqn, module in modules if is_a(module, "AuxiliaryTrainingWrapper", "peft")}
-
-
-def _nested(layer: Any) -> list[Any]:
-    """A layer with adapters, and those within it: peft nests one around each parameter of a module."""
-    found = [layer]
-    while is_a(inner := getattr(found[-1], "base_layer", None), "BaseTunerLayer", "peft"):
-        found.append(inner)
-    return found
-
-
-def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
-    """The module inside a wrapper of peft."""
-    if is_a(wrapper, "ModulesToSaveWrapper", "peft"):
-        if not trained or wrapper.disable_adapters:
-            return cast(nn.Module, wrapper.original_module)
-        return cast(nn.Module, wrapper.modules_to_save[wrapper.active_adapters[0]])
-    if is_a(wrapper, "BaseTunerLayer", "peft") and getattr(wrapper, "base_layer", None) is not None:
-        layer = wrapper.get_base_layer()
-        if layer is wrapper.base_layer or all(is_a(one, "ParamWrapper", "peft") for one in _nested(wrapper)):
-            return cast(nn.Module, layer)
-    raise UnsupportedModelError(
-        f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
-        "the base model with from_pretrained, and export with export_adapter"
-    )
 
 
 def _initialise(layer: Any, peft_config: Any) -> None:

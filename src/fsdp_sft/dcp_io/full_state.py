@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.published import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.view import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside
@@ -63,13 +62,12 @@ def save_full_state_dict(
     temporary, gatherer = temporary_beside(target), Gatherer()
     with ExitStack() as opened:
         with agreed(f"preparing to save {target}"):
-            refuse_merged(model, "saving the full state")
             if target.suffix != ".safetensors" or not (dtype is None or dtype.is_floating_point):
                 raise ValueError(
                     "expected the suffix .safetensors, and a floating-point dtype or None; got "
                     f"{target.name!r} and {dtype!r}"
                 )
-            tensors = model_tensors(model).tensors
+            tensors = model_tensors(model, "saving the full state").tensors
             dtypes = {n: dtype if dtype and t.is_floating_point() else t.dtype for n, t in tensors.items()}
             if this_rank() == 0:
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,9 +114,8 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     source_path = full_path(path)
     reshard(model)
     with agreed(f"preparing to load {source_path}"):
-        refuse_merged(model, "loading the full state")
         refuse_packed(model, source_path)
-        content = model_tensors(model)
+        content = model_tensors(model, "loading the full state")
         if not source_path.is_file():
             raise CheckpointNotFoundError(f"there is no file {source_path} (as rank {this_rank()} sees it)")
         file = source_path.resolve()

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import sharded_as
-from fsdp_sft._model.adapters import refuse_merged
-from fsdp_sft._model.view import (
-    ModelTensors,
-    base_of,
-    kept_of,
-    match_tensors,
-    model_tensors,
-)
+from fsdp_sft._model.published import ModelTensors, match_tensors, model_tensors, settings_apart
+from fsdp_sft._model.view import base_of, kept_of
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
@@ -43,13 +36,14 @@ def match_model(
         base: What ``packed_base`` returned.
 
     Raises:
-        CheckpointMismatchError: If names, ties, shapes, dtypes, adapters or packed weights differ.
-        UnsupportedModelError: If adapters are merged into the model.
+        CheckpointMismatchError: If names, ties, shapes, dtypes, settings or packed weights differ.
+        UnsupportedModelError: As ``model_tensors`` does.
     """
-    refuse_merged(model, "loading a checkpoint")
-    check_adapters(folder, manifest, model)
+    apart = settings_apart(manifest.settings, model_tensors(model, "loading a checkpoint").settings)
+    if apart:
+        raise CheckpointMismatchError(f"{folder} holds {apart}")
     has_base = check_packed(folder, manifest, model, base)
-    live, _ = stored_model(model_tensors(model), adapters_of(model), base, with_base=has_base)
+    live, _ = stored_model(model_tensors(model), base, with_base=has_base)  # now packed as the step's are
     first_stored = {**{name: name for name in manifest.model}, **manifest.ties}
     stored = {name: manifest.model[first] for name, first in first_stored.items()}
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
@@ -67,60 +61,6 @@ def match_model(
     if problems:
         raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems, "; "))
     return live.tensors, sources
-
-
-# A step's record of its adapters, by which a resume with other adapters is refused.
-
-ADAPTERS = "adapters"
-# Fields of peft's config that do not change an adapter's product (what it contributes to a layer): names,
-# training, initialisation, and the layers, which tensor names show. AdaLora changes its ranks by itself.
-_NOT_OF_THE_PRODUCT = re.compile(
-    r"base_model_name_or_path|revision|inference_mode|task_type|auto_mapping|peft_version|.*dropout.*|init_.*"
-    r"|.*_init|(ex|in)?clude_modules|target_.*|modules_to_save|layers_.*|.*_layers|bias|save_projection"
-    r"|trainable_.*|ensure_.*|monteclora_.*|runtime_config|loftq_.*|eva_.*|corda_.*|lora_ga_.*|megatron_.*"
-    r"|total_step|tinit|tfinal|delta[tT]|beta\d|orth_reg_weight|fan_in_fan_out"
-)
-_OF_ADALORA = ("rank_pattern", "r")
-
-
-def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
-    """Refuse a model whose adapters would compute another product from a step's weights.
-
-    Raises:
-        CheckpointMismatchError: If a setting of an adapter differs.
-    """
-    saved, own = manifest.settings.get(ADAPTERS, {}), adapters_of(model)
-    apart = [
-        f"{key}={saved[name].get(key)!r} in the step and {own[name].get(key)!r} in the model, "
-        f"of adapter {name!r}"
-        for name in own
-        if isinstance(saved.get(name), dict)
-        for key in sorted({*saved[name], *own[name]})
-        if saved[name].get(key) != own[name].get(key)
-    ]
-    if apart:
-        raise CheckpointMismatchError(
-            f"{folder} holds other adapters than the model has: {'; '.join(apart)}. Put them in with the "
-            "config of the run that saved it"
-        )
-
-
-def adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What each adapter's product may depend on: numbers, strings, flags and patterns, as JSON values."""
-    configs, found = getattr(model, "peft_config", None), {}
-    for name, config in configs.items() if isinstance(configs, dict) else ():
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        left_out = _OF_ADALORA if kind == "ADALORA" else ()
-        told = {
-            key: value
-            for key, value in vars(config).items()
-            if isinstance(value, (str, int, float, dict))
-            and value not in ({}, False)
-            and key not in left_out
-            and not _NOT_OF_THE_PRODUCT.fullmatch(key)
-        }
-        found[str(name)] = {**told, "peft_type": kind}
-    return found
 
 
 # Packed weights in a step: they do not change, so it names what they were packed of, or has their bytes.
@@ -175,7 +115,6 @@ def _sum(parameter: DTensor, shard: PackedShard) -> int:
 
 def stored_model(
     content: ModelTensors,
-    adapters: dict[str, dict[str, Any]],
     base: dict[str, str] | None,
     *,
     with_base: bool = False,
@@ -184,17 +123,16 @@ def stored_model(
 
     Args:
         content: The model's tensors.
-        adapters: What ``adapters_of`` returned.
         base: What ``packed_base`` returned.
         with_base: Whether the bytes of packed weights are wanted. They are tensors of uint8 in the shards'
             memory, with a row for each index of the first dimension.
 
     Returns:
-        (its tensors, without packed ones or with their bytes; the settings that say which adapters it has and
-        what is packed, see ``Manifest``).
+        (its tensors, without packed ones or with their bytes; its settings and what is packed, see
+        ``Manifest``).
     """
     packed = _packed(content.tensors)
-    settings: dict[str, dict[str, Any]] = {ADAPTERS: adapters} if adapters else {}
+    settings = dict(content.settings)
     if base is not None:
         settings[PACKED] = {**base, "forms": _forms(packed)} if with_base else dict(base)
     if with_base:

@@ -21,9 +21,9 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from fsdp_sft._compat.modules import is_wrapper_subclass
-from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.published import model_tensors
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.view import model_tensors, parameter_names
+from fsdp_sft._model.view import parameter_names
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
@@ -37,7 +37,7 @@ from fsdp_sft.dcp_io.manifest import (
     step_folder,
     step_folders,
 )
-from fsdp_sft.dcp_io.model_state import adapters_of, packed_base, stored_model
+from fsdp_sft.dcp_io.model_state import packed_base, stored_model
 from fsdp_sft.dcp_io.optimizers import Optimizers, as_list, optimizer_content, parts_inside
 from fsdp_sft.dcp_io.parts import Part, checked_size, parts_of, rank_parts
 from fsdp_sft.dcp_io.retention import prune
@@ -259,9 +259,8 @@ def prepare_save(
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
         model = reshard(model)
-        refuse_merged(model, "saving a checkpoint")
         names = parameter_names(model)
-        content = model_tensors(model)
+        content = model_tensors(model, "saving a checkpoint")
         info, states = optimizer_content([] if optimizer is None else as_list(optimizer), names)
         as_json = checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state")
         in_subclasses = [name for name, tensor in states.items() if is_wrapper_subclass(tensor)]
@@ -270,14 +269,14 @@ def prepare_save(
     for one, own in per_optimizer(info, dict.fromkeys(apart)):
         if own:
             one["apart"] = [*own]
-    adapters, base = adapters_of(model), packed_base(model)
+    base = packed_base(model)
 
     def make_folder(digests: list[str]) -> Path:
         prepare_root(root, step)
         return new_folder_beside(target, manifest, digests)
 
     with agreed(f"making a folder for {target}", make_folder) as decision:
-        content, settings = stored_model(content, adapters, base, with_base=include_base)
+        content, settings = stored_model(content, base, with_base=include_base)
         stored, parts = parts_of("model", content.tensors)
         of_rank = rank_parts(rank_state, parts_inside(states, apart, numbered="optimizers" in info))
         plain = {name: state for name, state in states.items() if name not in apart}

@@ -15,10 +15,16 @@ from fsdp_sft._compat.conversions import (
     revert_weight_conversion,
 )
 from fsdp_sft._compat.models import float32_names
-from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
+from fsdp_sft._model.published import (
+    ModelTensors,
+    layers_to_merge,
+    model_tensors,
+    published,
+    refuse_unmergeable,
+)
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model, tied_meta_twin
-from fsdp_sft._model.view import ModelTensors, inner_model, model_tensors
+from fsdp_sft._model.view import inner_model
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import agreed, share, this_rank
@@ -38,9 +44,9 @@ class ExportPlan:
     A *source* is a tensor of the model under the name that it is saved under before conversion.
 
     Attributes:
-        model: The transformers model inside wrappers and adapters.
-        content: Its tensors, without those of adapters.
-        merges: Its layers with adapters, by name.
+        model: The transformers model inside what was put around it.
+        content: Its tensors, without those of what was put around its layers.
+        merges: Its layers whose weights are merged, by name.
         twin: A model of its class and config on the meta device, by which tensors are converted.
         groups: Sources that have to be converted together: for each the model's first name of the tensor, and
             its dtype in the files. Rank 0 decides, and all ranks get the same.
@@ -68,7 +74,7 @@ class ExportPlan:
 
     @property
     def num_parameters(self) -> int:
-        """Number of the model's parameters, without those of adapters."""
+        """Number of the model's own parameters."""
         return sum(t.numel() for t in self.content.tensors.values() if isinstance(t, nn.Parameter))
 
 
@@ -90,8 +96,8 @@ def plan_export(model: nn.Module, dtype: torch.dtype | None, phase: str) -> Expo
     import transformers
 
     model = reshard(model)
-    merges = adapted_layers(model)
-    with without_adapters(model, trained=True) as base, agreed(phase):
+    merges = layers_to_merge(model)
+    with published(model, trained=True) as base, agreed(phase):
         if not isinstance(base, transformers.PreTrainedModel):
             raise TypeError(
                 f"export_hf takes a transformers model, got {type(base).__name__}{inner_model(base)}; "
@@ -180,45 +186,6 @@ def refuse_unreadable(twin: Any, config: Any, written: Described, buffers: set[s
         )
     if unexpected:
         warn_caller(f"buffers of the model are exported that {own} does not read: {abridged(unexpected)}")
-
-
-def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None:
-    """Refuse adapters that cannot be merged: one layer of each kind is merged, with zeros, by rank 0.
-
-    Args:
-        content: The model's tensors.
-        merges: Layers with adapters, by name.
-
-    Raises:
-        ValueError: If a weight with adapters is tied to another one.
-        UnsupportedModelError: If peft does not merge them.
-    """
-    tied, kinds = {*content.ties, *content.ties.values()}, set()
-    for fqn, layer in merges.items():
-        if f"{fqn}.weight" in tied:
-            raise ValueError(
-                f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
-                "adapters alone with export_adapter"
-            )
-        own = layer.state_dict(keep_vars=True)
-        kind = (type(layer), *((key, tensor.shape) for key, tensor in own.items()))
-        if kind in kinds or this_rank():
-            continue
-        kinds.add(kind)
-        try:
-            merged_weights(
-                layer, {key: torch.zeros(t.shape, dtype=merging_dtype(t)) for key, t in own.items()}
-            )
-        except Exception as error:  # whatever peft raises
-            raise UnsupportedModelError(
-                f"peft does not merge the adapters of {fqn} into its weights ({type(error).__name__}: "
-                f"{error}). Write the adapters alone with export_adapter"
-            ) from error
-
-
-def merging_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which adapters are merged."""
-    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 
 
 def _sources(twin: nn.Module, content: ModelTensors) -> dict[str, str]:

@@ -13,8 +13,9 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import tied_names
+from fsdp_sft._model.published import ModelTensors
 from fsdp_sft._model.twin import MTP_LAYERS
-from fsdp_sft._model.view import ModelTensors, tokenizer_of
+from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._quantised.settings import CONFIG, read_settings
 from fsdp_sft._tensors.disk import write_bytes

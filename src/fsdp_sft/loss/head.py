@@ -25,6 +25,7 @@ from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import has_hooks
 from fsdp_sft._model.forward import no_cache, probed
+from fsdp_sft._model.published import computing
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.view import base_of, replicated_by, unwrapped, with_wrappers
@@ -83,7 +84,7 @@ def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
 
 def _why_not_linear(head: nn.Module) -> str:
     """Why a head is no product with its weight; empty if it is one."""
-    own = _inside(head)
+    own = computing(head)
     for module in (head, own):
         if "forward" in vars(module) or is_compiled(module) or has_hooks(module):
             return (
@@ -94,23 +95,6 @@ def _why_not_linear(head: nn.Module) -> str:
         return f"it computes something else ({cls.__module__}.{cls.__name__})"
     others = {name for name, _ in own.named_parameters()} - {"weight", "bias"}
     return f"it has parameters of its own: {', '.join(sorted(others))}" if others else ""
-
-
-def _inside(head: nn.Module) -> Any:
-    """The layer that computes: the copy or original that peft's ``modules_to_save`` calls now, or the head.
-
-    peft is not imported to find out.
-    """
-    wrapper: Any = head
-    if not any(
-        cls.__name__ == "ModulesToSaveWrapper" and cls.__module__.startswith("peft.")
-        for cls in type(head).__mro__
-    ):
-        return head
-    active = [] if wrapper.disable_adapters else wrapper.active_adapters
-    if not active or any(name not in wrapper.modules_to_save for name in active):
-        return wrapper.original_module
-    return wrapper.modules_to_save[active[0]]
 
 
 def proved(model: nn.Module, head: nn.Module) -> LossChoice:
@@ -238,7 +222,7 @@ class Forward:
         """The loss, in place of the head's product."""
         self.calls += 1
         # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
-        own = _inside(head)
+        own = computing(head)
         self._num_logits = own.weight.shape[0]
         self.loss, self.correct = self._compute(
             hidden=hidden, weight=own.weight, bias=own.bias, transform=self._transform

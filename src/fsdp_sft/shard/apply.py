@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2 block by block; the float32 masters are made from each shard, not each block."""
+"""Shard a model with FSDP2 block by block, its masters made from each shard alone; a table of the groups."""
 
 import functools
 import logging
@@ -18,15 +18,15 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft._model.sharded import refuse_hooks
+from fsdp_sft._model.published import copied_modules
+from fsdp_sft._model.sharded import mesh_of, refuse_hooks, reshard
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model
 from fsdp_sft._model.view import base_of, record_of, replicas_of
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import build_mesh, mesh_of_job, parameter_mesh
-from fsdp_sft._tensors.boxes import check_ranks_ascend
+from fsdp_sft._tensors.boxes import box_of, check_ranks_ascend, local_of, memory_of
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac import refuse_inner_groups
@@ -34,7 +34,14 @@ from fsdp_sft.sac.attach import checkpointed
 from fsdp_sft.shard.expert_parallel import place_experts
 from fsdp_sft.shard.float32_modules import follow_plain_dtypes
 from fsdp_sft.shard.packing import check_frozen_dtype, choose_packed, pack_loaded
-from fsdp_sft.shard.units import cast_shards, reshard_together, shard_unit, units_of
+from fsdp_sft.shard.units import (
+    cast_shards,
+    innermost,
+    reshard_together,
+    shard_unit,
+    units_of,
+    without_indices,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 _logger = logging.getLogger(__name__)
@@ -204,3 +211,81 @@ def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *arg
 
 
 _INSTEAD = {"save_pretrained": _save_pretrained, "resize_token_embeddings": _resize_token_embeddings}
+
+
+# What became of it, as a table.
+
+
+def describe_sharding(model: nn.Module) -> str:
+    """A table of the FSDP2 groups: FQN, parameters, local bytes, dtypes, placements.
+
+    Of weights that are packed the table has the format in place of the dtype, and a line says how many bits a
+    value takes on this rank, with its scales and with what fills shards up to equal parts. Where shards are
+    uneven, rank 0 has the most.
+
+    Groups that differ in their index only share a row, which names the first and the last. The model is
+    resharded first.
+
+    Args:
+        model: Sharded model.
+
+    Returns:
+        The table as text, with a summary in its last line.
+
+    Raises:
+        ValueError: If the model is not sharded.
+
+    Example:
+        >>> print(fs.describe_sharding(model))
+        group                              x  parameters  trainable  local bytes  dtype    placements
+        (root)                             1  33,536      33,536     134,144      float32  (Shard(dim=0),)
+        model.layers.0 ... model.layers.3  4  197,120     197,120    788,480      float32  (Shard(dim=0),)
+        822,016 parameters, 3,288,064 bytes on this rank, mesh (dp_shard=1) on cpu
+    """
+    mesh = mesh_of(model)
+    if mesh is None:
+        raise ValueError(f"{type(model).__name__} is not sharded; call shard_model first")
+    reshard(model)
+    sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
+    groups: dict[str, list[nn.Parameter]] = {fqn: [] for fqn in sharded}
+    for name, parameter in model.named_parameters():
+        groups[innermost(name, sharded)].append(parameter)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for fqn, own in groups.items():
+        row = (
+            without_indices(fqn),
+            f"{sum(p.numel() for p in own):,}",
+            f"{sum(p.numel() for p in own if p.requires_grad):,}",
+            f"{sum(memory_of(p).nbytes for p in own):,}",
+            ", ".join(sorted({_form(p) for p in own})),
+            ", ".join(sorted({str(getattr(p, "placements", "not sharded")) for p in own})),
+        )
+        if own:
+            rows.setdefault(row, []).append(fqn or "(root)")
+    table: list[tuple[str, ...]] = [
+        ("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")
+    ]
+    for cells, fqns in rows.items():
+        names = fqns[0] if len(fqns) == 1 else f"{fqns[0]} ... {fqns[-1]}"
+        table.append((names, str(len(fqns)), *cells[1:]))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+    axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    everything = [parameter for own in groups.values() for parameter in own]
+    lines.append(
+        f"{sum(p.numel() for p in everything):,} parameters, "
+        f"{sum(memory_of(p).nbytes for p in everything):,} bytes on this rank, mesh ({axes}) on "
+        f"{mesh.device_type}"
+    )
+    packed = [parameter for parameter in everything if hasattr(local_of(parameter), "format")]
+    if packed:
+        bits = 8 * sum(memory_of(parameter).nbytes for parameter in packed)
+        values = sum(box_of(parameter).numel for parameter in packed)
+        lines.append(f"packed: {len(packed)} weights, {bits / max(1, values):.2f} bits a value on this rank")
+    return "\n".join(lines)
+
+
+def _form(parameter: nn.Parameter) -> str:
+    """The format of a packed parameter, or its dtype."""
+    local = local_of(parameter)
+    return str(getattr(local, "format", local.dtype)).removeprefix("torch.")

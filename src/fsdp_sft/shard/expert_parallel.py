@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.adapters import without_adapters
+from fsdp_sft._model.published import published
 from fsdp_sft._ranks.mesh import DP_REPLICATE, DP_SHARD, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -59,7 +59,7 @@ def place_experts(
             f"ep_size={ep_size} of all {shards} ranks along {DP_SHARD} needs reduce_dtype=torch.float32 or "
             f"bfloat16, got {reduced}: FSDP2 would divide gradients of experts by the ranks twice"
         )
-    with without_adapters(model) as base:
+    with published(model) as base:
         experts = experts_to_place(base)
         modules = [base.get_submodule(fqn) for fqn in experts]
     name = original_class(base).__name__
@@ -91,6 +91,6 @@ def place_experts(
             kept[ep_size] = split_axis(mesh, DP_SHARD, sizes)
     parts = kept[ep_size]
     axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in names else (EXPERTS_SHARD,)
-    with without_adapters(model) as base:
+    with published(model) as base:
         place_experts_on(base, parts[EP], parts[_ALONE])
     return {id(module): parts[axes] for module in modules}

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.fsdp import adopt_shards, put_shard, split_factor_of
-from fsdp_sft._model.adapters import copied_modules, without_adapters
 from fsdp_sft._model.blocks import to_prepare
+from fsdp_sft._model.published import copied_modules, published
 from fsdp_sft._model.view import base_of, kept_of, record_of, slot
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
@@ -85,7 +85,7 @@ def choose_packed(
             f"reshard_after_forward={reshard} keeps gathered values sharded, which torch does not do for "
             f"weights that are packed (frozen_dtype={frozen_dtype!r}): take True or False"
         )
-    with without_adapters(model) as base:
+    with published(model) as base:
         named = dict(base.named_parameters(remove_duplicate=False))
     if frozen_dtype == STORED and kept_of(base, Settings) is None:
         raise ValueError(
@@ -161,7 +161,7 @@ def pack_loaded(model: nn.Module) -> None:
     weights = packed_weights(model)
     if weights is None or weights.kind == STORED:
         return
-    with without_adapters(model) as base:
+    with published(model) as base:
         for name in sorted(weights.names):
             parameter = base.get_parameter(name)
             own = local_of(parameter)

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.fsdp import compute_dtypes
-from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.forward import check_ids, check_labels
+from fsdp_sft._model.published import refuse_merged
 from fsdp_sft._model.sharded import refuse_changed_gradients
 from fsdp_sft._model.twin import keep_config, text_config
 from fsdp_sft._model.view import base_of, record_of, replicated_by, unwrapped

@@ -14,7 +14,7 @@ from fsdp_sft._compat.conversions import keep_used_conversions
 from fsdp_sft._compat.fsdp import adopt_shards, keeps_shards_on_host, put_shard
 from fsdp_sft._compat.models import initialise_computed
 from fsdp_sft._compat.modules import apply_to_tensors
-from fsdp_sft._model.adapters import saved_copies, without_adapters
+from fsdp_sft._model.published import published, trained_copies
 from fsdp_sft._model.view import named_tensors, slot
 from fsdp_sft._process.devices import resolve_device
 from fsdp_sft._process.generators import unmoved
@@ -55,7 +55,7 @@ def fill(plan: LoadPlan, *, seed: int) -> int:
     with agreed("reading the checkpoint"):
         layouts = layouts_of(names, kind, plan)
         device = materialise(model, {id(plan.tensors[name]) for name in layouts})
-    with without_adapters(model) as base:
+    with published(model) as base:
         tensors = named_tensors(base)
         readers = _readers(plan, tensors, layouts)
         with agreed("reading the checkpoint"):
@@ -79,7 +79,7 @@ def fill(plan: LoadPlan, *, seed: int) -> int:
         keep_used_conversions(base, plan.conversions)
         if layouts:
             adopt_shards(model)
-        for source, target in saved_copies(model):
+        for source, target in trained_copies(model):
             local_of(target).copy_(local_of(source))
     return bytes_read
 

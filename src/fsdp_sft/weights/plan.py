@@ -17,7 +17,7 @@ from fsdp_sft._compat.conversions import (
     weight_conversions,
 )
 from fsdp_sft._compat.models import tied_names
-from fsdp_sft._model.adapters import saved_copies, without_adapters
+from fsdp_sft._model.published import published, trained_copies
 from fsdp_sft._model.twin import MTP_LAYERS, meta_twin, text_config
 from fsdp_sft._model.view import inner_model, named_tensors
 from fsdp_sft._quantised.settings import IN_16_BITS
@@ -129,7 +129,7 @@ def make_plan(
         ValueError: If tied weights were sharded as two parameters, or a key that is to be initialised has
             another shape than the config describes.
     """
-    with without_adapters(model) as base:
+    with published(model) as base:
         make_ties(base)
         tensors = named_tensors(base)
         twin = meta_twin(base)
@@ -307,7 +307,7 @@ def account(plan: LoadPlan) -> dict[str, Source]:
     }
     for source, names in of_base.items():
         filled.update({id(plan.tensors[name]): source for name in names if name in plan.tensors})
-    for original, copied in saved_copies(plan.model):
+    for original, copied in trained_copies(plan.model):
         if id(original) in filled or not original.is_meta:
             filled[id(copied)] = "copy"
     sources: dict[str, Source] = {}
