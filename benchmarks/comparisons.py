@@ -104,7 +104,7 @@ def value(file: str, column: str, row: tuple[str, ...]) -> float:
 
 
 def draw(output: Path) -> None:
-    """Write the picture as PNG."""
+    """Write the picture as PNG, with its figures as its description."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +125,8 @@ def draw(output: Path) -> None:
         axis.spines[["top", "right", "bottom"]].set_visible(False)
     figure.supxlabel("On 2 CPU cores; the figures of benchmarks/results", fontsize=10)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=120)
+    drawn = [[text.get_text() for text in axis.texts] for axis in axes.flat]
+    figure.savefig(output, dpi=120, metadata={"Description": str(drawn)})
 
 
 def main() -> None:

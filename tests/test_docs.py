@@ -99,8 +99,7 @@ def _imports(code: str) -> set[str]:
 
 
 def _outcome(code: str, folder: Path) -> tuple[int | None, str]:
-    script = folder / "page.py"
-    script.write_text(code)
+    (script := folder / "page.py").write_text(code)
     return Program(script).wait()
 
 
@@ -178,7 +177,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             found = (page.parent / target).resolve()
-            assert found.exists() and any(map(found.is_relative_to, on_site)), f"{page.name}: {target}"
+            assert any(found.exists() and found.is_relative_to(place) for place in on_site), target
 
 
 def test_files_that_architecture_names_are_there() -> None:
@@ -308,15 +307,16 @@ def test_readme_is_short_and_shows_how_the_two_loops_differ() -> None:
     assert "```diff\n" + "\n".join(lines) + "\n```" in text
 
 
-def test_the_picture_of_comparisons_finds_its_figures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_picture_of_comparisons_has_the_figures_of_the_results(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")  # comes with matplotlib
     subprocess.run(
         [sys.executable, "-m", "benchmarks.comparisons", "--output", str(tmp_path / "drawn.png")],
         cwd=ROOT,
         check=True,
         capture_output=True,
     )
-    assert (tmp_path / "drawn.png").stat().st_size > 10_000
+    shown = image.open(DOCS / "images/comparisons.png").info["Description"]
+    assert image.open(tmp_path / "drawn.png").info["Description"] == shown
 
 
 # --- examples in docstrings, module by module; each public callable has one --------------------------------
