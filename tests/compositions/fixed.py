@@ -228,6 +228,14 @@ EQUAL: list[dict[str, str]] = [
         "export": "float32",
     },
     {"architecture": "float32 modules", "mesh": "cp 2", "batches": "packed"},
+    {
+        # The resumed model begins with a block that is frozen, and thawed in the next step.
+        "mesh": "fsdp 2",
+        "precision": "bfloat16",
+        "before step 3": "freeze or thaw a block",
+        "before step 4": "freeze or thaw a block",
+        "resume": "same ranks",
+    },
 ]
 
 REFUSED: dict[str, dict[str, str]] = {

@@ -112,6 +112,13 @@ MISTAKES: list[Mistake] = [
         ),
     ),
     Mistake(
+        "a block that was frozen at the first forward is thawed, and reduces in the dtype of the computation",
+        "step/update.py",
+        "        reduce_what_is_thawed(model)\n",
+        "        pass\n",
+        ("tests/compositions/test_compositions.py",),
+    ),
+    Mistake(
         "a group that no forward has gathered ends a backward without a reduction",
         "step/update.py",
         "        allow_unused_groups(model)\n",

@@ -36,10 +36,12 @@ def keep_trained_flags(module: Any) -> None:
 
 def _registered(group: Any, parameter: Any) -> Any:
     """Which of its tensors for a parameter FSDP2 has put into the module: shard, part of it, or gathered."""
-    if group.is_sharded:
-        return parameter.sharded_param
     return (
-        parameter._sharded_post_forward_param if group.is_sharded_post_forward else parameter._unsharded_param
+        parameter.sharded_param
+        if group.is_sharded
+        else parameter._sharded_post_forward_param
+        if group.is_sharded_post_forward
+        else parameter._unsharded_param
     )
 
 
@@ -179,6 +181,18 @@ def allow_unused_groups(model: nn.Module) -> None:
             held.to_accumulated_grad_if_needed = functools.partial(_accumulate_if_gathered, held)
 
 
+def reduce_what_is_thawed(model: nn.Module) -> None:
+    """Let FSDP2 reduce in the policy's dtypes what was frozen as a whole at the first forward.
+
+    In that forward a group takes the dtypes in which it reduces from its trained parameters. Where it has
+    none it would reduce in that of the computation, and fail where masters have another
+    (``_orig_dtype``, set by ``_init_mp_dtypes``).
+    """
+    for group in (group for state in _states_within(model) for group in state._fsdp_param_groups):
+        if getattr(group, "_orig_dtype", group) is None:
+            group._init_mp_dtypes()
+
+
 def _accumulate_if_gathered(held: Any) -> None:
     if hasattr(held, "_unsharded_param"):
         type(held).to_accumulated_grad_if_needed(held)
@@ -216,8 +230,10 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
 
     ``fully_shard`` keeps its ``mp_policy`` in a state (``_get_fsdp_state``) that no public function shows.
     """
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return dtypes | {state._mp_policy.param_dtype for state in _states_within(model)} - {None}
+    return {
+        *(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()),
+        *(state._mp_policy.param_dtype for state in _states_within(model)),
+    } - {None}
 
 
 def native_axes(model: nn.Module) -> list[str]:

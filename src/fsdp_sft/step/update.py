@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration
+from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration, reduce_what_is_thawed
 from fsdp_sft._compat.modules import found_infs, keep_scale_on_host
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.view import parameter_names, replicated_by, unwrapped
@@ -65,6 +65,8 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
     model.set_requires_gradient_sync(mode != "none")
     if mode == "none":
         allow_unused_groups(model)
+    else:
+        reduce_what_is_thawed(model)
     model.set_requires_all_reduce(mode == "all")
     model.set_is_last_backward(mode == "all")
     try:
