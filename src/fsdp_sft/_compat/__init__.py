@@ -11,8 +11,8 @@ PRIVATE = {
     f"{_FSDP}:FSDPModule": "_get_fsdp_state reset_iter_state",
     f"{_FSDP}._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups _is_root _mp_policy _training_state",
     f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "_init_mp_dtypes _orig_dtype device fsdp_params gradient_divide_factor is_sharded is_sharded_post_forward "
-        "mesh_info modules offload_policy post_forward_mesh_info"
+        "_init_mp_dtypes device fsdp_params gradient_divide_factor is_sharded "
+        "is_sharded_post_forward mesh_info modules offload_policy post_forward_mesh_info"
     ),
     f"{_FSDP}._fully_shard._fsdp_param:FSDPParam": (
         "_init_extensions _module_info _sharded_param_data _sharded_post_forward_param _unsharded_param "

@@ -185,8 +185,8 @@ def reduce_what_is_thawed(model: nn.Module) -> None:
     """Let FSDP2 reduce in the policy's dtypes what was frozen as a whole at the first forward.
 
     In that forward a group takes the dtypes in which it reduces from its trained parameters. Where it has
-    none it would reduce in that of the computation, and fail where masters have another
-    (``_orig_dtype``, set by ``_init_mp_dtypes``).
+    none it would reduce in that of the computation, and fail where masters have another: its ``_orig_dtype``,
+    set by ``_init_mp_dtypes``, is None then. torch 2.15 takes them from what is frozen.
     """
     for group in (group for state in _states_within(model) for group in state._fsdp_param_groups):
         if getattr(group, "_orig_dtype", group) is None:
