@@ -189,7 +189,7 @@ def reduce_what_is_thawed(model: nn.Module) -> None:
     set by ``_init_mp_dtypes``, is None then. torch 2.15 takes them from what is frozen.
     """
     for group in (group for state in _states_within(model) for group in state._fsdp_param_groups):
-        if getattr(group, "_orig_dtype", group) is None:
+        if vars(group).get("_orig_dtype", group) is None:  # before the first forward it is not there
             group._init_mp_dtypes()
 
 
