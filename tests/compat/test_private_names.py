@@ -17,7 +17,7 @@ from fsdp_sft import _compat
 FILES = sorted((Path(fsdp_sft.__file__).parent / "_compat").glob("*.py"))
 FOREIGN = {"torch", "transformers"}
 NAME = re.compile(r"_(?!_|fsdp_sft_)\w*[a-z]\w*")
-# Of a namedtuple; parts of names that are put together, which PRIVATE has in full; of torch before 2.15 alone.
+# Of a namedtuple; parts of names put together, which PRIVATE has in full; of torch before 2.15 alone.
 OTHERS = {"_replace", "_hooks", "_global_", "_orig_dtype"}
 
 
