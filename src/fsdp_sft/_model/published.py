@@ -225,7 +225,7 @@ def model_tensors(model: nn.Module, doing: str = "") -> ModelTensors:
             f"the state_dict() of {type(model).__name__} does not have the model's own tensors, which would "
             f"not come back: copies ({abridged(made)}), trained parameters left out ({abridged(lost)})"
         )
-    return ModelTensors(tensors, names, _settings_of(model))
+    return ModelTensors(tensors, names, recorded_settings(model))
 
 
 # What a step records beside tensors, by which a resume with other adapters is refused.
@@ -265,9 +265,9 @@ def settings_apart(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return f"other adapters than the model has: {'; '.join(apart)}. {way_out}" if apart else ""
 
 
-def _settings_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+def recorded_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
     """What each adapter's product may depend on: numbers, strings, flags and patterns, as JSON values."""
-    configs, found = getattr(model, "peft_config", None), {}
+    configs, found = getattr(unwrapped(model), "peft_config", None), {}
     for name, config in configs.items() if isinstance(configs, dict) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         left_out = _OF_ADALORA if kind == "ADALORA" else ()

@@ -12,7 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import sharded_as
-from fsdp_sft._model.published import ModelTensors, match_tensors, model_tensors, settings_apart
+from fsdp_sft._model.published import (
+    ModelTensors,
+    match_tensors,
+    model_tensors,
+    recorded_settings,
+    refuse_merged,
+    settings_apart,
+)
 from fsdp_sft._model.view import base_of, kept_of
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._tensors.boxes import box_of, local_of
@@ -39,11 +46,12 @@ def match_model(
         CheckpointMismatchError: If names, ties, shapes, dtypes, settings or packed weights differ.
         UnsupportedModelError: As ``model_tensors`` does.
     """
-    apart = settings_apart(manifest.settings, model_tensors(model, "loading a checkpoint").settings)
+    refuse_merged(model, "loading a checkpoint")
+    apart = settings_apart(manifest.settings, recorded_settings(model))
     if apart:
         raise CheckpointMismatchError(f"{folder} holds {apart}")
     has_base = check_packed(folder, manifest, model, base)
-    live, _ = stored_model(model_tensors(model), base, with_base=has_base)  # now packed as the step's are
+    live, _ = stored_model(model_tensors(model), base, with_base=has_base)
     first_stored = {**{name: name for name in manifest.model}, **manifest.ties}
     stored = {name: manifest.model[first] for name, first in first_stored.items()}
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}

@@ -193,11 +193,6 @@ def _model(run: Run, name: str) -> Iterator[str]:
     yield f"fs.load_weights(model, {name!r})"
 
 
-def first_rate(run: Run) -> str:
-    """The learning rate with which a program begins, as code: of adapters, or of the whole model."""
-    return "1e-4" if run.lora_rank else "1e-5"
-
-
 def _arguments(*positional: str, **named: tuple[str, str]) -> str:
     """Arguments as code; ``named`` has values and the usual ones, which are left out."""
     keywords = (f"{name}={value}" for name, (value, usual) in named.items() if value != usual)
