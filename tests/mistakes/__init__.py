@@ -11,6 +11,7 @@ from tests.mistakes import (
     own_losses,
     packs,
     planning,
+    programs,
     quantised,
     steps,
     told,
@@ -33,5 +34,6 @@ MISTAKES = [
     *quantised.MISTAKES,
     *vision.MISTAKES,
     *machines.MISTAKES,
+    *programs.MISTAKES,
 ]
 __all__ = ["MISTAKES", "Mistake"]

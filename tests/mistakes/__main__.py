@@ -3,12 +3,13 @@
     python -m tests.mistakes
     python -m tests.mistakes --log mistakes.jsonl   # a run that was stopped goes on
 
-Each mistake is a change of one line in a copy of ``src``, against which the tests beside it are run. One
-that leaves them green is reported, and the exit code is its number of such mistakes. Two of them were made in
+Each mistake is a change of one line in a copy of the project, in which the tests beside it are run. One
+that leaves them green is reported, and the exit code is the number of such mistakes. Two of them were made in
 print: labels that were the attention mask, and a loss divided by the world size under FSDP2.
 """
 
 import argparse
+import ast
 import json
 import os
 import shutil
@@ -25,37 +26,43 @@ from tests.mistakes import MISTAKES, Mistake
 
 def cannot_be_made(mistake: Mistake) -> str:
     """Why not; "" if it can."""
-    count = (ROOT / "src" / "fsdp_sft" / mistake.file).read_text().count(mistake.old)
+    text = (ROOT / "src" / "fsdp_sft" / mistake.file).read_text()
+    count = text.count(mistake.old)
     if count != 1:
         return f"{mistake.name}: {mistake.file} has its line {count} times; bring the mistake up to date"
+    try:
+        if mistake.file.endswith(".py"):
+            ast.parse(text.replace(mistake.old, mistake.new))
+    except SyntaxError as error:
+        return f"{mistake.name}: {mistake.file} would be no Python with it ({error})"
     missing = [test for test in mistake.tests if not (ROOT / test.partition("::")[0]).exists()]
     return f"{mistake.name}: no {missing[0]}" if missing else ""
 
 
 @contextmanager
-def made(mistake: Mistake) -> Iterator[dict[str, str]]:
-    """A copy of the library with the mistake in it; the environment in which that is what is imported."""
+def made(mistake: Mistake) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A copy of the project with the mistake in it; the environment in which that is what is imported."""
     with tempfile.TemporaryDirectory() as name:
-        copy = Path(name) / "src"
-        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-        path = copy / "fsdp_sft" / mistake.file
+        copy = Path(name) / "project"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__", ".*", "demo-output", "site"))
+        path = copy / "src" / "fsdp_sft" / mistake.file
         path.write_text(path.read_text().replace(mistake.old, mistake.new))
-        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
         where = "import fsdp_sft, pathlib; print(pathlib.Path(fsdp_sft.__file__).parent.parent)"
         found = subprocess.run(
             [sys.executable, "-c", where], env=environment, capture_output=True, text=True, check=True
         )
-        assert Path(found.stdout.strip()).samefile(copy), "the copy is not what is imported"
-        yield environment
+        assert Path(found.stdout.strip()).samefile(copy / "src"), "the copy is not what is imported"
+        yield copy, environment
 
 
 def noticed_by(mistake: Mistake) -> str:
     """The first test that fails for a mistake; "" if none does. The library has to import with it."""
     if reason := cannot_be_made(mistake):
         raise SystemExit(reason)
-    with made(mistake) as environment:
+    with made(mistake) as (copy, environment):
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mistake.tests]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         if done.returncode not in (0, 1):
             raise SystemExit(f"{mistake.name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
         failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]

@@ -212,8 +212,8 @@ MISTAKES = [
     Mistake(
         "a block that no prompt has is trained",
         "collate/probe.py",
-        "                yield before_answer",
-        "                str(before_answer",
+        "if tag and is_empty and not any(",
+        "if tag and is_empty and None and not any(",
         ("tests/collate/test_mask_oracle.py",),
     ),
     Mistake(

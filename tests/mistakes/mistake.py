@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mistake:
-    """``old`` in a file becomes ``new``; at least one of the tests has to fail."""
+    """``old`` in a file, by its path from the package, becomes ``new``; one of the tests has to fail."""
 
     name: str
     file: str
