@@ -1,5 +1,6 @@
 """Before any test module is imported."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -69,6 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         why = reason(item.nodeid)
         if why is not None:
             item.add_marker(pytest.mark.skip(why))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What has been imported by now stays, so the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
