@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported by now stays, so the garbage collector need not go through it again and again."""
+    """What has been imported by now stays, and need not be collected again and again."""
     gc.collect()
     gc.freeze()
 
