@@ -1,5 +1,5 @@
 # make demo   a tiny model is trained, a rank killed, and all of it shown on one page (2 processes, no GPU)
-# make test   the suite (about twenty-five minutes on 2 cores)
+# make test   the suite (about ten minutes on 2 cores)
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
