@@ -17,7 +17,7 @@ MISTAKES: list[Mistake] = [
         "step/evaluation.py",
         "    reshard(model)  # a forward before",
         "    pass  # a forward before",
-        ("tests/step/test_between.py",),
+        ("tests/step/test_evaluation.py",),
     ),
     Mistake(
         "gradients may be divided by any number",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import fsdp_sft as fs
 from tests.harness.long_rows import sharing_rows
@@ -64,6 +65,28 @@ def test_in_inference_mode_and_training_after_it(ranks: int) -> None:
         with torch.inference_mode():
             assert fs.evaluate(model, own).loss == pytest.approx(expected, rel=1e-6)
         assert fs.train_step(model, batches, optimizer).loss == pytest.approx(expected, rel=1e-6)
+
+
+def _own_loss(model: Any, batch: Any) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("loss_fn", [None, _own_loss])
+@on_ranks(2)
+def test_what_a_forward_has_gathered_is_not_evaluated_after_an_update(loss_fn: Any) -> None:
+    (batch,) = ragged_batches(1)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"loss_fn": loss_fn, "check": False}
+    before = fs.evaluate(model, [batch], **options).loss
+    fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch])).backward()
+    with torch.no_grad():
+        model(input_ids=batch["input_ids"])  # leaves the root gathered
+    optimizer.step()
+    found = fs.evaluate(model, [batch], **options).loss
+    model.reshard()
+    assert found == fs.evaluate(model, [batch], **options).loss != before
 
 
 # --- the share of targets whose logit is the largest, beside an argmax over plain logits in one process -----
