@@ -123,11 +123,14 @@ def _losses(
         )
         loss_sum += float(summed.detach())
         call.hand_over()
-    if draw["architecture"] == "moe with router loss" and draw["loss"] not in ("loss_fn", "tokens"):
-        for share in _router_shares(call, window):
-            yield share * scale
-            router += float(share.detach())
-            call.hand_over()
+    if _has_router(draw) and not options.loss_terms(draw):
+        tokens = sum(len(row) for batch in window for row in rows_of(batch))
+        for batch in window:
+            if rows := rows_of(batch):  # a pack may have none
+                share = _router_loss(call, rows) * (sum(map(len, rows)) / tokens)
+                yield share * scale
+                router += float(share.detach())
+                call.hand_over()
     for parameter in call.model.parameters():
         if parameter.grad is not None:
             parameter.grad /= scale
@@ -135,22 +138,20 @@ def _losses(
     found.router_losses.append(router)
 
 
-def _router_shares(call: Any, window: Sequence[Batch]) -> Iterator[torch.Tensor]:
-    """The router's loss of each micro-batch, by its tokens.
+def _has_router(draw: Draw) -> bool:
+    return draw["architecture"] == "moe with router loss" and draw["loss"] not in ("loss_fn", "tokens")
+
+
+def _router_loss(call: Any, rows: list[list[int]]) -> torch.Tensor:
+    """The router's loss of a micro-batch, times its coefficient.
 
     As in Switch Transformers: choices of each expert a token, times its mean probability.
     """
-    tokens = sum(len(row) for batch in window for row in rows_of(batch))
-    for batch in window:
-        rows = rows_of(batch)
-        said = [call(input_ids=torch.tensor([row]), use_cache=False).router_logits for row in rows]
-        if not said:  # a pack of no rows
-            continue
-        given = torch.cat([torch.cat(layer) for layer in zip(*said, strict=True)]).softmax(-1)
-        chosen = torch.zeros_like(given).scatter(1, given.topk(call.config.num_experts_per_tok).indices, 1)
-        wide = given if given.dtype == torch.float64 else given.float()
-        loss = given.shape[1] * (chosen.to(wide.dtype).mean(0) * wide.mean(0)).sum()
-        yield ROUTER_COEFFICIENT * loss * (sum(map(len, rows)) / tokens)
+    said = [call(input_ids=torch.tensor([row]), use_cache=False).router_logits for row in rows]
+    given = torch.cat([torch.cat(layer) for layer in zip(*said, strict=True)]).softmax(-1)
+    chosen = torch.zeros_like(given).scatter(1, given.topk(call.config.num_experts_per_tok).indices, 1)
+    wide = given if given.dtype == torch.float64 else given.float()
+    return ROUTER_COEFFICIENT * given.shape[1] * (chosen.to(wide.dtype).mean(0) * wide.mean(0)).sum()
 
 
 def _summed(draw: Draw, call: Any, batch: Batch) -> torch.Tensor:
@@ -168,6 +169,9 @@ def _summed(draw: Draw, call: Any, batch: Batch) -> torch.Tensor:
             "labels": torch.tensor([labels]),
         }
         total = total + (summed_loss(call, own) if is_plain else _with_terms(draw, call, own, weights))
+    if _has_router(draw) and options.loss_terms(draw) and rows_of(batch):
+        # A loss_fn of ``loss_sum``, in which the router's loss weighs as the targets do.
+        total = total + _weight(draw, batch) * _router_loss(call, rows_of(batch))
     return total  # type: ignore[no-any-return]
 
 
