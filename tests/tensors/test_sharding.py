@@ -158,6 +158,7 @@ def test_the_first_dimension_unless_another_is_evener() -> None:
         ((8, 3, 5), 64): 0,  # no dimension divides
         ((1001, 64), 4): 0,  # uneven by less than 5 %
         ((9, 64), 4): 1,
+        ((9, 66), 4): 0,  # the other is uneven, too
         **{(nothing, 4): 0 for nothing in ((), (0, 8), (8, 0))},
     }
     assert {case: units.shard_dim(*case) for case in dims} == dims
