@@ -125,12 +125,11 @@ def _losses(
         call.hand_over()
     if _has_router(draw) and not options.loss_terms(draw):
         tokens = sum(len(row) for batch in window for row in rows_of(batch))
-        for batch in window:
-            if rows := rows_of(batch):  # a pack may have none
-                share = _router_loss(call, rows) * (sum(map(len, rows)) / tokens)
-                yield share * scale
-                router += float(share.detach())
-                call.hand_over()
+        for rows in filter(None, map(rows_of, window)):  # a pack may have none
+            share = _router_loss(call, rows) * (sum(map(len, rows)) / tokens)
+            yield share * scale
+            router += float(share.detach())
+            call.hand_over()
     for parameter in call.model.parameters():
         if parameter.grad is not None:
             parameter.grad /= scale
