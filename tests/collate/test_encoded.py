@@ -142,6 +142,7 @@ def test_the_order_of_keys_is_printed_and_so_counts(tmp_path: Path) -> None:
         assert stored([row], tmp_path, max_length=400)[0] == fs.encode_chat(row, TOKENIZER)
 
 
+@pytest.mark.usefixtures("shards_of_8")
 @pytest.mark.parametrize(
     "bad",
     [
