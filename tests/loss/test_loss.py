@@ -425,8 +425,12 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
     for index, batch in enumerate(batches):
         moved = {name: value.to(context.device) for name, value in batch.items()}
         with fs.gradient_sync(model, "all" if index == len(batches) - 1 else "none"):
-            summed, _ = fs.loss_sum(with_loss(model, impl=loss_impl), moved, **terms)  # type: ignore[arg-type]
-            fs.scale_for_backward(summed, num_targets=targets.weight).backward()
+            own_model: Any = with_loss(model, impl=loss_impl)  # type: ignore[arg-type]
+            (
+                fs.scale_for_backward(fs.loss_sum(own_model, moved, **terms)[0], num_targets=targets.weight)
+                if terms
+                else fs.causal_lm_loss(own_model, moved, num_targets=targets)
+            ).backward()
     return {
         "loss": result.loss,
         "weight": result.target_weight,
