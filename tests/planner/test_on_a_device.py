@@ -258,7 +258,7 @@ def _expected(root: Path, case: Any) -> MemoryEstimate:
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("cases", [PACKED_CASES, PACKED_CASES[-2:]], ids=["all", "some"])
+@pytest.mark.parametrize("cases", [PACKED_CASES, PACKED_CASES[4:5] + PACKED_CASES[-2:]], ids=["all", "some"])
 def test_packed_weights_take_what_the_estimate_says(cases: list[Any], tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="adapters need the 'peft' extra")
     _folders(tmp_path)
