@@ -26,7 +26,7 @@ _DEVICES = "tests/weights/test_devices.py::test_a_load_is_right_on_any_device_an
 _USE = "tests/planner/test_on_a_device.py::test_packed_weights_take_what_the_estimate_says"
 _NOTEBOOK = "tests/test_example.py::test_every_cell_runs_and_the_model_learns"
 _CUT = "tests/optimizer/test_adamw.py::test_the_result_does_not_depend_on_how_a_parameter_is_cut"
-_ASKED_FOR = ("replicas", "windows", "tied", "fp8", "compiled", "dense first", "random routing", "a tower")
+_ASKED_FOR = ("replicas", "windows", "tied", "fp8", "compiled", "dense first", "a tower")
 
 # Beginnings of test ids, and the test that stays.
 BESIDE: dict[str, str] = {

@@ -68,13 +68,6 @@ MISTAKES = [
         ("tests/check/test_planted.py::test_a_layer_truncated_config",),
     ),
     Mistake(
-        "on one rank weights are compared with themselves",
-        "check/parity.py",
-        "{name: whole.clone() for name, whole in wholes.items()",
-        "{name: whole for name, whole in wholes.items()",
-        _PLANTED,
-    ),
-    Mistake(
         "rounding may be any in bfloat16",
         "check/parity.py",
         "<= max(_TIMES * off, least[place]):\n",

@@ -212,8 +212,7 @@ def _weights(model: nn.Module, dtype: torch.dtype) -> _Weights:
     parameters = dict(model.named_parameters()) if dtype == torch.float32 else {}
     wholes = {name: gatherer.gather(parameter, torch.float32) for name, parameter in parameters.items()}
     gatherer.finish("gathering a few layers")
-    # Of one rank it is the parameter itself, which goes on training.
-    return {name: whole.clone() for name, whole in wholes.items() if whole is not None}
+    return {name: whole for name, whole in wholes.items() if whole is not None}
 
 
 # --- in one process, with nothing of this library in the step ---------------------------------------------
