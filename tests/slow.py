@@ -20,7 +20,6 @@ _CP = "tests/attention/context_parallel/test_exact.py::"
 _SHARES = f"{_CP}test_two_ranks_share_rows"
 _COMPOSED = "tests/compositions/test_compositions.py::test_a_composition_is_equal"
 _PEFT = "tests/model/test_adapters.py::test_they_train_and_export_as_in_plain_peft"
-_ADAPTED = "tests/export/test_adapters.py::test_adapters_are_merged_or_written_alone_and_stay_as_they_were"
 _FORMAT = "tests/quantised/test_folders.py::test_every_format"
 _DEVICES = "tests/weights/test_devices.py::test_a_load_is_right_on_any_device_and_stream"
 _USE = "tests/planner/test_on_a_device.py::test_packed_weights_take_what_the_estimate_says"
@@ -79,7 +78,6 @@ BESIDE: dict[str, str] = {
         f"{_PEFT}[{family}-False-2]": f"{_PEFT}[{family}-True-2]"
         for family in ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
     },
-    f"{_ADAPTED}[1]": f"{_ADAPTED}[2]",
     **{f"{_FORMAT}{what}[3]": f"{_FORMAT}{what}[2]" for what in ("", "_stays_packed_or_is_refused")},
     f"{_DEVICES}[1-": f"{_DEVICES}[0-default stream]",
     f"{_CUT}[sim]": f"{_CUT}[cpu]",

@@ -214,9 +214,9 @@ def test_only_steps_of_this_run_are_pruned(
     def restarted() -> None:
         monkeypatch.setattr(retention, "_own_steps", {})
 
-    assert save(5, 1000, metric=0.1) == [5, 1000]
+    assert save(4, 5, 1000, metric=0.1) == [4, 5, 1000], "all stay where nothing is said"
     restarted()
-    assert save(10, 20, keep_last=1) == [5, 20, 1000], "an earlier run's steps stay, before and after"
+    assert save(10, 20, keep_last=1) == [4, 5, 20, 1000], "an earlier run's steps stay, before and after"
     restarted()
     fs.load_checkpoint(tmp_path / "step-20", model=linear)
     assert save(30, keep_last=1) == [30, 1000], "a run that goes on prunes the steps up to the one loaded"
