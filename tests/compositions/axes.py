@@ -92,6 +92,8 @@ _ODD = _all_but("odd rank", "none")
 RULES: tuple[tuple[Mapping[str, Set[str]], Mapping[str, str]], ...] = (
     # Among ranks of the library, which steps with a loss of its own.
     ({"odd rank": _ODD}, {"loss": "auto"}),
+    # With these terms all ranks have a loss_fn, and nothing tells one function from another.
+    ({"odd rank": {"another loss"}}, _plainest("loss terms")),
     (
         {"odd rank": _ODD, "architecture": _all_but("architecture", *TRANSFORMERS_CAUSAL)},
         {"architecture": "dense"},
