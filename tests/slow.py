@@ -3,7 +3,8 @@
 A slow test without such a one is marked in its module. On simulated devices, all of these run.
 """
 
-_STEPS = "tests/attention/context_parallel/test_exact.py::test_steps_are_those_of_one_process"
+_CP = "tests/attention/context_parallel/test_exact.py::"
+_STEPS = f"{_CP}test_steps_are_those_of_one_process"
 _EXPERTS = "tests/experts/test_experts.py::test_every_choice_is_counted_once"
 _LAYOUTS = "tests/weights/test_load.py::test_layouts_of_older_checkpoints"
 _LOAD = "tests/weights/test_load.py::"
@@ -16,10 +17,10 @@ _ASKED = "tests/check/test_planted.py::test_what_is_asked_for_trains_as_in_one_p
 _DEVICE = "tests/planner/test_on_a_device.py::test_the_estimate_is_what_a_device_has_in_use"
 _PACKED = "tests/shard/test_packed.py::test_steps_are_those_on_the_values"
 _DEFAULT = "tests/test_default_path.py::test_evaluate_save_load_continue_export"
-_CP = "tests/attention/context_parallel/test_exact.py::"
 _SHARES = f"{_CP}test_two_ranks_share_rows"
 _COMPOSED = "tests/compositions/test_compositions.py::test_a_composition_is_equal"
 _PEFT = "tests/model/test_adapters.py::test_they_train_and_export_as_in_plain_peft"
+_ORDERS = "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders"
 _FORMAT = "tests/quantised/test_folders.py::test_every_format"
 _DEVICES = "tests/weights/test_devices.py::test_a_load_is_right_on_any_device_and_stream"
 _USE = "tests/planner/test_on_a_device.py::test_packed_weights_take_what_the_estimate_says"
@@ -56,7 +57,7 @@ BESIDE: dict[str, str] = {
     **{f"{_COMPOSED}[{index}]": f"{_COMPOSED}[0]" for index in (1, 4, 5, *range(6, 14), 15)},
     # The default path on the simulated device, where each room has its own tests on it.
     **{f"{_DEFAULT}[sim-{packed}-2]": f"{_DEFAULT}[cpu-{packed}-2]" for packed in (None, "nf4")},
-    f"{_CP}test_steps_are_those_of_one_process[2-": f"{_STEPS}[4-shape2-options2]",
+    f"{_STEPS}[2-": f"{_STEPS}[4-shape2-options2]",
     f"{_CP}test_rounding_is_that_of_a_plain_process[Llama": (
         f"{_CP}test_rounding_is_that_of_a_plain_process[Gemma3ForCausalLM]"
     ),
@@ -116,9 +117,7 @@ BESIDE: dict[str, str] = {
         "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype0]"
     ),
     **{
-        f"tests/attention/context_parallel/test_exact.py::test_attentions_heads_and_meshes[{case}]": (
-            f"{_STEPS}[4-shape2-options2]"
-        )
+        f"{_CP}test_attentions_heads_and_meshes[{case}]": (f"{_STEPS}[4-shape2-options2]")
         for case in ("12-4", "12-3", "8-1", "4-2", "4-4")
     },
     f"{_CP}test_training_goes_on_at_another_cp[more]": f"{_CP}test_training_goes_on_at_another_cp[1]",
@@ -133,20 +132,14 @@ BESIDE: dict[str, str] = {
         f"{_LAYOUTS}[{case}]": f"{_LAYOUTS}[chunk]"
         for case in ("chunk-columns", "concatenate-columns", "renamed")
     },
-    "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[1]": (
-        "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
-    ),
+    **{f"{_ORDERS}[{ranks}, all]": f"{_ORDERS}[2]" for ranks in (1, 2)},
     # Compiled, where eager shows the same mistake.
-    "tests/sac/test_ops.py::test_compiled_gradients_are_bit_equal[llama]": (
-        "tests/sac/test_ops.py::test_eager_gradients_are_bit_equal_when_sharded_in_both_orders[2]"
-    ),
+    "tests/sac/test_ops.py::test_compiled_gradients_are_bit_equal[llama]": (f"{_ORDERS}[2]"),
     "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[aot_eager]": (
         "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[None]"
     ),
     f"{_EXPERTS}[1-shape4-padded-sac compile]": f"{_EXPERTS}[1-shape0-padded-sac watched first]",
-    "tests/attention/context_parallel/test_exact.py::test_ranks_begin_their_collectives_in_one_order": (
-        f"{_STEPS}[4-shape2-options2]"
-    ),
+    f"{_CP}test_ranks_begin_their_collectives_in_one_order": (f"{_STEPS}[4-shape2-options2]"),
     # More draws of the planner's configurations.
     **{
         f"{_DEVICE}[{case}-0]": f"{_DEVICE}[cut_case-0]"

@@ -19,6 +19,11 @@ def loss_of_logits(hidden, weight, labels, bias=None, softcap=None, scale=None) 
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
 
 
+def summed_of_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
 def draw_head(
     dtype: torch.dtype, *, rows: int = 131, width: int = 32, vocab: int = 301, ignored: float = 0.4
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

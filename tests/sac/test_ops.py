@@ -219,9 +219,11 @@ def test_eager_gradients_are_bit_equal_on_one_process_without_sharding() -> None
     _check_matrix(list(FAMILIES), RATIOS, ["s"], None)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_eager_gradients_are_bit_equal_when_sharded_in_both_orders(world_size: int) -> None:
-    run_distributed(_check_matrix, world_size, list(FAMILIES), ("1/3", 1), ["sf", "fs"], None)
+@pytest.mark.parametrize(
+    ("world_size", "ratios"), [(2, ("1/3", 1)), (1, RATIOS), (2, RATIOS)], ids=["2", "1, all", "2, all"]
+)
+def test_eager_gradients_are_bit_equal_when_sharded_in_both_orders(world_size: int, ratios: Any) -> None:
+    run_distributed(_check_matrix, world_size, list(FAMILIES), ratios, ["sf", "fs"], None)
 
 
 # Each model is compiled anew in each order, which takes three seconds a model.

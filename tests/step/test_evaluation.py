@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import fsdp_sft as fs
 from tests.harness.long_rows import sharing_rows
+from tests.harness.losses import summed_of_logits
 from tests.harness.models import FLOAT32, oracle_loss, ragged_batches, tiny_model
 from tests.harness.ranks import mesh_here, on_ranks
 
@@ -67,12 +67,7 @@ def test_in_inference_mode_and_training_after_it(ranks: int) -> None:
         assert fs.train_step(model, batches, optimizer).loss == pytest.approx(expected, rel=1e-6)
 
 
-def _own_loss(model: Any, batch: Any) -> torch.Tensor:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
-
-
-@pytest.mark.parametrize("loss_fn", [None, _own_loss])
+@pytest.mark.parametrize("loss_fn", [None, summed_of_logits])
 @on_ranks(2)
 def test_what_a_forward_has_gathered_is_not_evaluated_after_an_update(loss_fn: Any) -> None:
     (batch,) = ragged_batches(1)

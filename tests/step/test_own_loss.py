@@ -15,7 +15,7 @@ from transformers import BatchEncoding
 
 import fsdp_sft as fs
 from tests.harness.long_rows import PADDED, batch_of, rows_of, sharing_rows
-from tests.harness.losses import with_loss
+from tests.harness.losses import summed_of_logits, with_loss
 from tests.harness.models import FLOAT32, VOCAB, AllFloat64, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import device_here, mesh_here, on_ranks
@@ -190,11 +190,6 @@ def test_shift_labels_are_the_targets_of_each_position(impl: Any) -> None:
         fs.loss_sum(with_loss(model, impl=impl), {**batch, "shift_labels": shifted[:, :-1]})
 
 
-def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_rows_of_a_pack_stay_apart_in_a_loss_of_ones_own_that_leaves_caches_on(family: str) -> None:
     model = tiny_model(family).eval()
@@ -203,8 +198,8 @@ def test_rows_of_a_pack_stay_apart_in_a_loss_of_ones_own_that_leaves_caches_on(f
     pack, (loss, _) = fs.PackedCollator(max_length=200)(rows), gradients_of_separate_rows(model, rows)
     expected = pytest.approx(loss / int(pack["labels"][:, 1:].ne(-100).sum()), rel=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    assert fs.evaluate(model, [pack], loss_fn=_of_logits).loss == expected
-    assert fs.train_step(model, [pack], optimizer, loss_fn=_of_logits).loss == expected
+    assert fs.evaluate(model, [pack], loss_fn=summed_of_logits).loss == expected
+    assert fs.train_step(model, [pack], optimizer, loss_fn=summed_of_logits).loss == expected
     assert model.config.use_cache, "the model is left as it was"
 
 
@@ -417,7 +412,7 @@ def test_a_loss_of_ones_own_counts_shared_rows_once() -> None:
     batch = batch_of(rows_of([6, 15, 1, 9]), PADDED)
 
     with pytest.raises(fs.UnsupportedModelError, match=r"called by itself in training.*token_losses"):
-        fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=_of_logits)
+        fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=summed_of_logits)
     plain = fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.0))
     counted = fs.train_step(
         model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), count_fn=lambda batch: 2.5

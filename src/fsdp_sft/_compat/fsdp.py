@@ -36,12 +36,10 @@ def keep_trained_flags(module: Any) -> None:
 
 def _registered(group: Any, parameter: Any) -> Any:
     """Which of its tensors for a parameter FSDP2 has put into the module: shard, part of it, or gathered."""
+    if group.is_sharded:
+        return parameter.sharded_param
     return (
-        parameter.sharded_param
-        if group.is_sharded
-        else parameter._sharded_post_forward_param
-        if group.is_sharded_post_forward
-        else parameter._unsharded_param
+        parameter._sharded_post_forward_param if group.is_sharded_post_forward else parameter._unsharded_param
     )
 
 
@@ -126,10 +124,12 @@ def gradient_divide_factors(model: nn.Module) -> set[float | None]:
 
 def _held_parameters(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter | None]]:
     """FSDP2's own object for each parameter, and the gathered parameter; None if it never was gathered."""
-    for state in _states_within(model):
-        for group in state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                yield parameter, getattr(parameter, "_unsharded_param", None)
+    return (
+        (parameter, getattr(parameter, "_unsharded_param", None))
+        for state in _states_within(model)
+        for group in state._fsdp_param_groups
+        for parameter in group.fsdp_params
+    )
 
 
 def put_shard(module: nn.Module, name: str, local: torch.Tensor) -> None:
