@@ -26,6 +26,12 @@ _DEVICES = "tests/weights/test_devices.py::test_a_load_is_right_on_any_device_an
 _USE = "tests/planner/test_on_a_device.py::test_packed_weights_take_what_the_estimate_says"
 _NOTEBOOK = "tests/test_example.py::test_every_cell_runs_and_the_model_learns"
 _CUT = "tests/optimizer/test_adamw.py::test_the_result_does_not_depend_on_how_a_parameter_is_cut"
+_RANDOM = "tests/process/test_random_state.py::test_no_generator_moves_unless_documented"
+_PADDED = "tests/step/test_own_loss.py::test_they_train_as_padded_ones_do"
+_BETWEEN = "tests/step/test_between.py::test_a_step_beside_it_is_that_of_one_process_or_refused"
+_OWN_LOSS = "tests/step/test_own_loss.py::test_steps_are_those_of_one_process"
+_KEPT_ACTIVATIONS = "tests/planner/test_planner.py::test_activations_are_what_a_real_model_saves"
+_COMPILED = "-{'padded': True, 'backend': 'aot_eager_decomp_partition'}]"
 _ASKED_FOR = ("replicas", "windows", "tied", "fp8", "compiled", "dense first", "a tower")
 
 # Beginnings of test ids, and the test that stays.
@@ -47,12 +53,19 @@ BESIDE: dict[str, str] = {
         )
     },
     **{
-        f"{_PACKED}[{case}-4]": f"{_PACKED}[{case}-2x2]"
-        for case in (
-            *("nf4-llama", "nf4-qwen3-moe", "nf4-gpt-oss"),
-            *("stored-llama", "stored-qwen3-moe", "stored-gpt-oss"),
-        )
+        f"{_PACKED}[{kind}-{family}-{mesh}]": f"{_PACKED}[{kind}-gpt-oss-2x2]"
+        for kind in ("nf4", "stored")
+        for family in ("llama", "qwen3-moe", "gpt-oss", "deepseek-v3")
+        for mesh in ("2", "3", "4")
     },
+    # Of four families each kind keeps a mixture and one other; all of them are loaded packed elsewhere.
+    **{f"{_PACKED}[{kind}-qwen3-moe-2x2]": f"{_PACKED}[{kind}-gpt-oss-2x2]" for kind in ("nf4", "stored")},
+    f"{_PACKED}[nf4-deepseek-v3-2x2]": f"{_PACKED}[stored-deepseek-v3-2x2]",
+    f"{_PACKED}[stored-llama-2x2]": f"{_PACKED}[nf4-llama-2x2]",
+    f"{_PACKED}[fp8-qwen3-moe-2]": f"{_PACKED}[fp8-llama-2]",
+    "tests/shard/test_packed.py::test_a_step_with_its_base[llama-nf4]": (
+        "tests/shard/test_packed.py::test_a_step_with_its_base[qwen3-moe-nf4]"
+    ),
     **{f"{_PACKED}[{kind}-qwen3-moe-1]": f"{_PACKED}[{kind}-llama-1]" for kind in ("nf4", "stored")},
     **{f"{_COMPOSED}[{index}]": f"{_COMPOSED}[0]" for index in (1, 4, 5, *range(6, 14), 15)},
     # The default path on the simulated device, where each room has its own tests on it.
@@ -66,21 +79,18 @@ BESIDE: dict[str, str] = {
         "tests/attention/test_hybrid.py::test_compiled_blocks_keep_rows_apart[Lfm2]"
     ),
     **{
-        f"{_PACKED}[{kind}-{family}-3]": f"{_PACKED}[{kind}-{family}-2x2]"
-        for kind in ("nf4", "stored")
-        for family in ("llama", "qwen3-moe")
-    },
-    **{
-        f"{_PACKED}[{kind}-{family}-2]": f"{_PACKED}[{kind}-{family}-2x2]"
-        for kind in ("nf4", "stored")
-        for family in ("llama", "qwen3-moe", "gpt-oss", "deepseek-v3")
-    },
-    **{
         f"{_PEFT}[{family}-False-2]": f"{_PEFT}[{family}-True-2]"
         for family in ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
     },
-    **{f"{_FORMAT}{what}[3]": f"{_FORMAT}{what}[2]" for what in ("", "_stays_packed_or_is_refused")},
+    **{
+        f"{_FORMAT}{what}[{mesh}]": f"{_FORMAT}{what}[2]"
+        for what in ("", "_stays_packed_or_is_refused")
+        for mesh in ("3", "hybrid")
+    },
     f"{_DEVICES}[1-": f"{_DEVICES}[0-default stream]",
+    f"{_RANDOM}[simulated]": f"{_RANDOM}[cpu]",
+    f"{_PADDED}[sim-": f"{_PADDED}[cpu-2]",
+    f"{_BETWEEN}[any method of the root alone]": f"{_BETWEEN}[any method]",
     f"{_CUT}[sim]": f"{_CUT}[cpu]",
     "tests/step/test_update.py::test_the_same_on_several_ranks[4-": (
         "tests/step/test_update.py::test_the_same_on_several_ranks[2-1-modes0]"
@@ -100,7 +110,32 @@ BESIDE: dict[str, str] = {
     "tests/dcp_io/test_async.py::test_async_saves_on_two_ranks[sim]": (
         "tests/dcp_io/test_async.py::test_async_saves_on_two_ranks[cpu]"
     ),
-    # Four ranks where two, and the same with other options, show it too.
+    # Four ranks where two, one rank where two, and the same with other options, show it too.
+    f"{_OWN_LOSS}[dpo-2-shape1]": f"{_OWN_LOSS}[dpo-2-shape2]",
+    "tests/export/test_adapters.py::test_adapters_are_merged_or_written_alone_and_stay_as_they_were[1]": (
+        "tests/export/test_adapters.py::test_adapters_are_merged_or_written_alone_and_stay_as_they_were[2]"
+    ),
+    "tests/export/test_export.py::test_the_folder_is_what_save_pretrained_writes[4]": (
+        "tests/export/test_export.py::test_the_folder_is_what_save_pretrained_writes[2]"
+    ),
+    "tests/weights/test_new_tokens.py::test_new_rows_are_the_mean_of_the_old[4-": (
+        "tests/weights/test_new_tokens.py::test_new_rows_are_the_mean_of_the_old[3-mesh_shape0-families0]"
+    ),
+    "tests/optimizer/test_adamw.py::test_train_save_and_go_on_bit_for_bit[cpu-False]": (
+        "tests/optimizer/test_adamw.py::test_train_save_and_go_on_bit_for_bit[cpu-True]"
+    ),
+    **{
+        f"{_KEPT_ACTIVATIONS}[{family}{_COMPILED}": f"{_KEPT_ACTIVATIONS}[llama{_COMPILED}"
+        for family in ("gemma3", "mistral", "phi")
+    },
+    **{
+        f"tests/loss/test_loss.py::test_a_window_weighs_each_target_as_asked[{ranks}-{{}}-{impl}]": (
+            "tests/loss/test_loss.py::test_a_window_weighs_each_target_as_asked"
+            f"[{ranks}-{{'label_smoothing': 0.1, 'z_loss': 0.001}}-{impl}]"
+        )
+        for ranks in (1, 2)
+        for impl in ("chunked", "logits")
+    },
     "tests/weights/test_account.py::test_copies_have_all_of_what_they_are_copies_of[4-": (
         "tests/weights/test_account.py::test_copies_have_all_of_what_they_are_copies_of[2-mesh_shape0]"
     ),

@@ -193,6 +193,20 @@ def test_a_step_that_goes_is_no_damage(
     assert _value(model) == loaded.step == 4
 
 
+def test_a_listing_that_another_job_has_outrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs.save_checkpoint(tmp_path, 1, model=_model(1))
+    real, newer = Path.iterdir, [2]
+
+    def outrun(folder: Path) -> Iterator[Path]:
+        listed = list(real(folder))
+        if folder == tmp_path and newer:  # what is listed goes before anybody looks at it
+            _prune_aside(tmp_path, newer.pop())
+        return iter(listed)
+
+    monkeypatch.setattr(Path, "iterdir", outrun)
+    assert fs.load_checkpoint(tmp_path, model=_model(0)).step == 2
+
+
 def test_a_path_to_one_step_takes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs.save_checkpoint(tmp_path, 1, model=_model(1))
     _prune_before("open_folder", tmp_path, itertools.count(2), monkeypatch)

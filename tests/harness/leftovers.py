@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-_MODULES = (
+_MODULES = {
     *("builtins", "os", "pathlib", "random", "shutil", "socket", "tempfile", "time"),
     *("huggingface_hub.constants", "huggingface_hub.file_download"),
     *("torch", "torch.accelerator", "torch.cuda", "torch.distributed", "torch.nn.functional", "torch.random"),
@@ -26,7 +26,7 @@ _MODULES = (
     *("transformers.conversion_mapping", "transformers.core_model_loading", "transformers.modeling_utils"),
     *("transformers.dynamic_module_utils", "transformers.integrations.sdpa_attention"),
     *("transformers.masking_utils", "transformers.utils.hub", "simdev"),
-)
+}
 _PACKAGES = ("fsdp_sft.", "tests.")
 # What the library and torch keep for the next call, in every process that goes on.
 _GROUPS = "torch.distributed.distributed_c10d._"  # a rank stays in its process group
@@ -89,7 +89,7 @@ class State:
         known = {} if before is None else before.modules
         self.modules: dict[str, _Names] = {}
         for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and (name in _MODULES or name.startswith(_PACKAGES)):
+            if (name in _MODULES or name.startswith(_PACKAGES)) and isinstance(module, types.ModuleType):
                 seen = known.get(name)
                 same = seen is not None and seen.mark == seen.marked(module)
                 self.modules[name] = seen if same and seen is not None else _Names(name, module)

@@ -213,9 +213,9 @@ def test_every_public_method_is_tried() -> None:
     assert names <= METHODS.keys(), "say above what is tried of it, and see that the numbers hold"
 
 
-def _of_method(own_loop: bool) -> list[Act]:
+def _of_method(own_loop: bool, *everywhere: bool) -> list[Act]:
     calls = [call for call in CALLS if not own_loop or call[0].startswith(IN_ANY_LOOP)]
-    return [Act(name, given=given, everywhere=every) for name, given in calls for every in (False, True)]
+    return [Act(name, given=given, everywhere=every) for name, given in calls for every in everywhere]
 
 
 def _of_hooks() -> list[Act]:
@@ -233,8 +233,9 @@ def _of_hooks() -> list[Act]:
 
 
 PROGRAMS: dict[str, list[Program]] = {
-    "any method": [(False, (act,)) for act in _of_method(False)],
-    "any method, in a loop of one's own": [(True, (act,)) for act in _of_method(True)],
+    "any method": [(False, (act,)) for act in _of_method(False, True)],
+    "any method of the root alone": [(False, (act,)) for act in _of_method(False, False)],
+    "any method, in a loop of one's own": [(True, (act,)) for act in _of_method(True, False, True)],
     "a hook": [(number % 2 == 1, (act,)) for number, act in enumerate(_of_hooks())],
     "a forward": [
         (own_loop, (Act(what, when),))

@@ -7,7 +7,7 @@ import weakref
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -104,7 +104,9 @@ def _by_offsets(encoding: Any, text: str, tokenizer: PreTrainedTokenizerBase) ->
     return Tokens(encoding.ids, text, text, [*begins, len(text)])
 
 
-def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, verbose: bool = False) -> list[Tokens]:
+def tokenise(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, verbose: bool = False
+) -> Iterator[Tokens]:
     """Tokenise texts in one call, without adding special tokens; with ``verbose`` long ones are warned of."""
     call = partial[Any](
         tokenizer.__call__,
@@ -120,11 +122,11 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, verbose: b
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     else:
         encodings = call(texts).encodings if texts else []
-    return [
+    return (
         _by_bytes(encoding.ids, text, pieces)
         or _by_offsets(call([text]).encodings[0] if by_bytes else encoding, text, tokenizer)
         for encoding, text in zip(encodings, texts, strict=True)
-    ]
+    )
 
 
 @dataclass(frozen=True)
@@ -311,10 +313,11 @@ def encode_all(
 
 def encode_rows(
     rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
-) -> list[EncodedChat | RowError]:
+) -> Iterator[EncodedChat | RowError]:
     """Each row encoded and cut to `max_length`, or the error that refuses it.
 
-    Chats are tokenised in one call, which can use several cores.
+    Chats are tokenised in one call, which can use several cores. The ids of each are made as it is asked for:
+    whoever writes them away finds them in the processor's cache.
 
     Raises:
         ChatTemplateError: If there is no chat template, or it does not parse, which is no row's fault.
@@ -322,16 +325,14 @@ def encode_rows(
     templates: dict[Any, ChatTemplate] = {}
     with limited_time():
         read = [_read(row, tokenizer, options, templates) for row in rows]
-    tokenised = iter(
-        tokenise(
-            tokenizer,
-            [one.text for one in read if isinstance(one, Found)],
-            # Of rows that stay longer than its model takes the tokenizer warns, once.
-            verbose=options.max_length is None or options.max_length > tokenizer.model_max_length,
-        )
+    tokenised = tokenise(
+        tokenizer,
+        [one.text for one in read if isinstance(one, Found)],
+        # Of rows that stay longer than its model takes the tokenizer warns, once.
+        verbose=options.max_length is None or options.max_length > tokenizer.model_max_length,
     )
     labelled = (_labelled(one, next(tokenised), options) if isinstance(one, Found) else one for one in read)
-    return [chat if isinstance(chat, RowError) else _cut(chat, options) for chat in labelled]
+    return (chat if isinstance(chat, RowError) else _cut(chat, options) for chat in labelled)
 
 
 def _read(

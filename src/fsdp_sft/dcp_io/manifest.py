@@ -40,10 +40,15 @@ def step_number(folder: Path) -> int | None:
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
     """(step, folder) pairs below ``root``, in ascending order."""
-    if not root.is_dir():
-        return []
-    found = [(step_number(path), path) for path in root.iterdir() if path.is_dir()]
-    return sorted((step, path) for step, path in found if step is not None)
+    found: list[tuple[int, Path]] = []
+    # A listing is no snapshot: where another job prunes, all in it may be gone, and the newest missing.
+    for _ in range(4 if root.is_dir() else 0):
+        found = found or sorted(
+            (step, path)
+            for path in root.iterdir()
+            if (step := step_number(path)) is not None and path.is_dir()
+        )
+    return found
 
 
 MANIFEST_NAME = "MANIFEST.json"
