@@ -50,7 +50,8 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     assert evaluated.perplexity == pytest.approx(math.exp(evaluated.loss))
     # The evaluation forward leaves the root gathered unless someone reshards it: saving comes right after.
     with torch.no_grad():
-        model(input_ids=torch.tensor([[3, 4]]))
+        model.eval()(input_ids=torch.tensor([[3, 4]]))
+    model.train()
     fs.save_checkpoint(
         root,
         3,
