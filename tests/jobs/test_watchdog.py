@@ -1,5 +1,6 @@
 """A rank that dies, hangs or falls out of step is named on every rank that lives, within the set time."""
 
+import itertools
 import math
 import os
 import re
@@ -281,12 +282,27 @@ def test_a_single_process_watches_itself(tmp_path: Path) -> None:
     assert re.search(r"in step 9, phase train, at test_watchdog.py:\d+ in _alone", report)
 
 
-def test_a_process_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
-    process = _started(_alone, False, str(tmp_path / "report"))
+def _stopped_in_a_look(path: str) -> None:
+    real, looks = fs.Watchdog._finding, itertools.count(1)
+
+    def stopped_first(*given: Any) -> str:
+        if next(looks) == 3:
+            signal.raise_signal(signal.SIGSTOP)
+        return real(*given)
+
+    fs.Watchdog._finding = stopped_first
+    _alone(False, path)
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_a_process_that_was_stopped_blames_nobody(asleep: bool, tmp_path: Path) -> None:
+    run = partial(_alone, False) if asleep else _stopped_in_a_look
+    process = _started(run, str(tmp_path / "report"))
     while not (tmp_path / "report").exists():
         time.sleep(0.01)
     time.sleep(0.5)
-    os.kill(process.pid, signal.SIGSTOP)
+    if asleep:
+        os.kill(process.pid, signal.SIGSTOP)
     time.sleep(3)
     os.kill(process.pid, signal.SIGCONT)
     process.join(30)

@@ -172,23 +172,25 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Look at the ranks once per interval, until the loop ends, or by a verdict the process."""
-        leaving = False
+        leaving, woke, patience = False, time.monotonic(), max(self.timeout / 3, 1.0)
         while not (leaving or self._verdict):
-            asleep = time.monotonic()
             leaving = self._leaving.wait(self.interval)
-            late = time.monotonic() - asleep - self.interval
-            if late > self.interval + 1:  # this process was stopped, or got no processor: it saw nobody
+            late, woke = time.monotonic() - woke - self.interval, time.monotonic()
+            # This process was stopped, or got no processor, asleep or in its last look: it saw nobody.
+            if late > self.interval + 1 and not self._lost:
                 self._moved += late
                 self._heard = {rank: heard + late for rank, heard in self._heard.items()}
             # No call of a store ends while its host is stopped, so a thread of its own makes them.
-            looking = threading.Thread(target=self._look, daemon=True)
+            looking = threading.Thread(target=self._look, args=(woke,), daemon=True)
             looking.start()
-            looking.join(max(self.timeout / 3, 1.0))
+            looking.join(patience)
+            if time.monotonic() - woke > patience + 1:
+                looking.join(patience)  # stopped meanwhile: the store may answer yet
             if looking.is_alive():
                 self._lost = self._lost or "; the store does not answer"
             if self._lost:
                 self._store = dist.HashStore()
-                self._look()
+                self._look(woke)
         if self._verdict:
             # Not by sys.stderr, whose lock the main thread may hold for ever.
             os.write(2, f"[watchdog, {self._name}] {self._verdict}\n{self._name} was here:\n".encode())
@@ -198,9 +200,12 @@ class Watchdog:
             time.sleep(2 * self.interval + 1)
             os._exit(STALL_EXIT_CODE)
 
-    def _look(self) -> None:
-        """Post this rank's beat, fetch those of others, and set the verdict if something is wrong."""
-        own, everyone = self._beat(), set(range(self._world_size))
+    def _look(self, now: float) -> None:
+        """Post this rank's beat, fetch those of others, and set the verdict if something is wrong `now`.
+
+        A process that is stopped during its look judges nobody by the time that it has missed.
+        """
+        own, everyone = self._beat(now), set(range(self._world_size))
         has_failed = own.doing.startswith("failed")
         # Four ranks look at all others, and so do those that make no progress.
         watched = {self._rank, (self._rank + 1) % self._world_size}
@@ -212,7 +217,7 @@ class Watchdog:
                 time.sleep(min(self.interval, 1.0))  # until a process that has ended shows
             if self._store.check(["verdict"]):
                 self._verdict = self._store.get("verdict").decode()
-            elif finding := self._finding(self._fetch(watched), watched):
+            elif finding := self._finding(self._fetch(watched), watched, now):
                 self._fetch(everyone)
                 # All ranks show the report of the first to have one.
                 self._verdict = self._store.compare_set("verdict", "", self._report(finding)).decode()
@@ -232,11 +237,11 @@ class Watchdog:
             self._beats[rank] = beat
         return [rank for rank in gone if rank in there and not self._beats[rank].has_left]
 
-    def _finding(self, dead: list[int], watched: set[int]) -> str:
+    def _finding(self, dead: list[int], watched: set[int], now: float) -> str:
         """What is wrong, the surest first; "" if nothing is."""
         if dead:
             return f"{said_ranks(dead)} died"
-        silence = {rank: time.monotonic() - heard for rank, heard in self._heard.items()}
+        silence = {rank: now - heard for rank, heard in self._heard.items()}
         left = {rank for rank, beat in self._beats.items() if beat.has_left}
         running = self._beats.keys() - left
         silent = [rank for rank in watched - left if silence[rank] > self.timeout]
@@ -246,8 +251,8 @@ class Watchdog:
             return f"no progress for {self._phases[-1][1]:g} s on {said_ranks(running)}"
         return ""
 
-    def _beat(self) -> _Beat:
-        """This rank's beat at this moment."""
+    def _beat(self, now: float) -> _Beat:
+        """This rank's beat."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         state = "outside of a collective"
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_AND_LIBRARIES):
@@ -256,7 +261,7 @@ class Watchdog:
                     f"waiting in {frame.f_code.co_name}"  # the outermost: "all_reduce_sum", not its "recv"
                 )
             frame = frame.f_back
-        now, (phase, limit) = time.monotonic(), self._phases[-1]
+        phase, limit = self._phases[-1]
         doing = (
             f"{self._end or state} in step {self._step}, phase {phase}, at "
             f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
