@@ -47,7 +47,8 @@ def _check(root: Path, mesh_shape: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh_shape", "families"), [(3, {}, FAMILIES[:1]), (4, {"dp_replicate": 2}, FAMILIES)]
+    ("ranks", "mesh_shape", "families"),
+    [(3, {}, FAMILIES[:1]), (4, {"dp_replicate": 2}, FAMILIES[:1]), (4, {"dp_replicate": 2}, FAMILIES)],
 )
 def test_new_rows_are_the_mean_of_the_old(
     tmp_path: Path, ranks: int, mesh_shape: dict[str, int], families: list[str]
