@@ -31,7 +31,8 @@ def drawn_rows(seed: int, *, weighted: bool = False) -> list[Row]:
         first = len(ids) if index % 13 == 7 else generator.randint(1, len(ids) - 1)
         row: Row = {"input_ids": ids, "labels": [-100] * first + ids[first:]}
         if weighted and index % 3:
-            row["token_weights"] = [WEIGHTS[token % 4] for token in ids]
+            # A row that weighs nothing may be all of a window, which is skipped then.
+            row["token_weights"] = [*(WEIGHTS[token % 4] for token in ids[:-1]), 1.0]
         rows.append(row)
     return rows
 
