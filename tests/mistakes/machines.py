@@ -119,7 +119,7 @@ MISTAKES = [
     Mistake(
         "a process that was stopped takes the others for silent",
         "jobs/watchdog.py",
-        "                self._moved += late\n",
+        "            self._moved += late\n",
         "",
         ("tests/jobs/test_watchdog.py::test_a_process_that_was_stopped_blames_nobody",),
     ),

@@ -10,12 +10,13 @@ whatever its time-out is.
 
 import faulthandler
 import json
+import math
 import os
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -172,25 +173,19 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Look at the ranks once per interval, until the loop ends, or by a verdict the process."""
-        leaving, woke, patience = False, time.monotonic(), max(self.timeout / 3, 1.0)
+        leaving = False
         while not (leaving or self._verdict):
-            leaving = self._leaving.wait(self.interval)
-            late, woke = time.monotonic() - woke - self.interval, time.monotonic()
-            # This process was stopped, or got no processor, asleep or in its last look: it saw nobody.
-            if late > self.interval + 1 and not self._lost:
-                self._moved += late
-                self._heard = {rank: heard + late for rank, heard in self._heard.items()}
+            leaving, now = self._rest(self._leaving.wait), time.monotonic()
             # No call of a store ends while its host is stopped, so a thread of its own makes them.
-            looking = threading.Thread(target=self._look, args=(woke,), daemon=True)
+            looking = threading.Thread(target=self._look, args=(now,), daemon=True)
             looking.start()
-            looking.join(patience)
-            if time.monotonic() - woke > patience + 1:
-                looking.join(patience)  # stopped meanwhile: the store may answer yet
+            for _ in range(math.ceil(max(self.timeout / 3, 1.0) / self.interval)):
+                self._rest(looking.join)
             if looking.is_alive():
                 self._lost = self._lost or "; the store does not answer"
             if self._lost:
                 self._store = dist.HashStore()
-                self._look(woke)
+                self._look(now)
         if self._verdict:
             # Not by sys.stderr, whose lock the main thread may hold for ever.
             os.write(2, f"[watchdog, {self._name}] {self._verdict}\n{self._name} was here:\n".encode())
@@ -199,6 +194,16 @@ class Watchdog:
             # The store may be in this process: the others fetch the verdict.
             time.sleep(2 * self.interval + 1)
             os._exit(STALL_EXIT_CODE)
+
+    def _rest(self, wait: Callable[[float], Any]) -> Any:
+        """Wait for an interval; who wakes late was stopped, or got no processor, and saw nobody meanwhile."""
+        asleep = time.monotonic()
+        woken = wait(self.interval)
+        late = time.monotonic() - asleep - self.interval
+        if late > self.interval + 1:
+            self._moved += late
+            self._heard = {rank: heard + late for rank, heard in self._heard.items()}
+        return woken
 
     def _look(self, now: float) -> None:
         """Post this rank's beat, fetch those of others, and set the verdict if something is wrong `now`.
