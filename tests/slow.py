@@ -116,9 +116,6 @@ BESIDE: dict[str, str] = {
         f"{_TOWERS}[{case}]": f"{_TOWERS}[{case.split('-')[0]}-None]"
         for case in ("False-0", "False-1", "True-1")
     },
-    "tests/dcp_io/test_optimizer_state.py::test_two_optimizers_at_any_number_of_ranks": (
-        "tests/dcp_io/test_checkpoint.py::test_two_ranks_load_at_any_number"
-    ),
     "tests/test_example.py::test_a_quarter_of_the_demo_learns": (
         "tests/test_example.py::test_a_signal_saves_and_the_same_command_goes_on"
     ),
@@ -139,9 +136,6 @@ BESIDE: dict[str, str] = {
     ),
     # Four ranks where two, one rank where two, and the same with other options, show it too.
     f"{_OWN_LOSS}[dpo-2-shape1]": f"{_OWN_LOSS}[dpo-2-shape2]",
-    "tests/export/test_adapters.py::test_adapters_are_merged_or_written_alone_and_stay_as_they_were[1]": (
-        "tests/export/test_adapters.py::test_adapters_are_merged_or_written_alone_and_stay_as_they_were[2]"
-    ),
     "tests/export/test_export.py::test_the_folder_is_what_save_pretrained_writes[4]": (
         "tests/export/test_export.py::test_the_folder_is_what_save_pretrained_writes[2]"
     ),
