@@ -90,7 +90,7 @@ BESIDE: dict[str, str] = {
         for mesh in ("3", "hybrid")
     },
     f"{_DEVICES}[1-": f"{_DEVICES}[0-default stream]",
-    f"{_RANDOM}[simulated]": f"{_RANDOM}[cpu]",
+    f"{_RANDOM}[cpu]": f"{_RANDOM}[simulated]",
     f"{_PADDED}[sim-": f"{_PADDED}[cpu-2]",
     f"{_BETWEEN}[any method of the root alone]": f"{_BETWEEN}[any method]",
     f"{_CUT}[sim]": f"{_CUT}[cpu]",

@@ -112,8 +112,8 @@ MISTAKES = [
     Mistake(
         "a process that was stopped in its look goes by the time that it has missed",
         "jobs/watchdog.py",
-        "{rank: now - heard for",
-        "{rank: time.monotonic() - heard for",
+        "self._rest(looking.join)",
+        "looking.join(self.interval)",
         ("tests/jobs/test_watchdog.py::test_a_process_that_was_stopped_blames_nobody",),
     ),
     Mistake(
