@@ -125,7 +125,7 @@ def _load_damaged(root: str, names: list[str]) -> None:
             with pytest.raises(fs.CheckpointCorruptError) as error:
                 fs.load_checkpoint(path, model=model, optimizer=optimizer, **options)
             assert type(error.value) is fs.CheckpointCorruptError
-        assert_same(everything(model, optimizer), before)
+            assert_same(everything(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), rng)
     for name, verify in (("deleted", True), ("cut short", False)):
         with warnings.catch_warnings(record=True) as caught:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft.dcp_io import checkpoint, saving
+from fsdp_sft.dcp_io import checkpoint, retention, saving
 from tests.harness import forks
 from tests.harness.ranks import run_distributed
 
@@ -205,6 +205,21 @@ def test_a_listing_that_another_job_has_outrun(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "iterdir", outrun)
     assert fs.load_checkpoint(tmp_path, model=_model(0)).step == 2
+
+
+def test_steps_that_are_gone_when_they_are_looked_at_are_not_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs.save_checkpoint(tmp_path, 1, model=_model(1))
+    real, newer = retention.examine, [2]
+
+    def outrun(*args: Any, **kwargs: Any) -> Any:
+        if newer:
+            _prune_aside(tmp_path, newer.pop())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(retention, "examine", outrun)
+    assert [info.step for info in fs.find_checkpoints(tmp_path)] == [2]
 
 
 def test_a_path_to_one_step_takes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

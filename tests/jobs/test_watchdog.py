@@ -286,8 +286,9 @@ def _stopped_in_a_look(path: str) -> None:
     real, looks = fs.Watchdog._finding, itertools.count(1)
 
     def stopped_first(*given: Any) -> str:
-        if next(looks) == 6:  # two naps before the next step
-            signal.raise_signal(signal.SIGSTOP)
+        if next(looks) == 5:  # longer before the next step than before the next look
+            # Whoever sends it to the thread itself goes on first, before the thread that waits for this one.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return real(*given)
 
     fs.Watchdog._finding = stopped_first

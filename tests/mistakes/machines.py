@@ -110,6 +110,20 @@ MISTAKES = [
         ("tests/check/test_command.py::test_the_watchdog_names_a_rank_that_hangs_in_a_check",),
     ),
     Mistake(
+        "a process that was stopped in its look goes by the time that it has missed",
+        "jobs/watchdog.py",
+        "{rank: now - heard for",
+        "{rank: time.monotonic() - heard for",
+        ("tests/jobs/test_watchdog.py::test_a_process_that_was_stopped_blames_nobody",),
+    ),
+    Mistake(
+        "a stop in the middle of a look is not told",
+        "jobs/watchdog.py",
+        "self._rest(looking.join)",
+        "looking.join(self.interval)",
+        ("tests/jobs/test_watchdog.py::test_a_process_that_was_stopped_blames_nobody",),
+    ),
+    Mistake(
         "a process that was stopped takes the others for silent",
         "jobs/watchdog.py",
         "            self._moved += late\n",

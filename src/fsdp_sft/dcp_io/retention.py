@@ -44,7 +44,8 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """The steps below ``root``, in ascending order; none if there is no such folder.
 
     Only this process looks, and it does not read the contents of the files. A step that another job deletes
-    meanwhile is left out.
+    meanwhile is left out. Whether there is one to go on with, `load_checkpoint` finds out for all ranks: it
+    raises `CheckpointNotFoundError` if not.
 
     Args:
         root: Root of all steps.
@@ -58,11 +59,14 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         >>> [(info.step, info.sound) for info in fs.find_checkpoints("ckpt")]
         [(1, True), (2, True)]
     """
-    found = []
-    for step, path in step_folders(full_path(root)):
-        manifest, problems = examine(path, hashes=False, headers=False)
-        found.append(CheckpointInfo(step, path, not problems, manifest.metric if manifest else None))
-    return [info for info in found if info.sound or info.path.exists()]
+    found = [
+        CheckpointInfo(step, path, not problems, manifest.metric if manifest else None)
+        for step, path in step_folders(full_path(root))
+        for manifest, problems in [examine(path, hashes=False, headers=False)]
+    ]
+    there = [info for info in found if info.sound or info.path.exists()]
+    # Another job deletes a step when it has saved a newer one, which the listing may lack.
+    return there if there or not found else find_checkpoints(root)
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:

@@ -142,6 +142,7 @@ SIGUSR1 save a checkpoint and exit with $requeue. Each line of the data is {"mes
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -172,7 +173,7 @@ $setup
     loader = DataLoader(rows, $micro_batch, sampler=sampler, collate_fn=collate)
     scheduler = get_cosine_schedule_with_warmup(optimizer, args.steps // 20, args.steps)
     step, checkpoints = 0, args.output / "checkpoints"
-    if fs.find_checkpoints(checkpoints):
+    with suppress(fs.CheckpointNotFoundError):  # at the first start
         loaded = fs.load_checkpoint(checkpoints, model=model, optimizer=optimizer)
         step = loaded.step
         scheduler.load_state_dict(loaded.train_state["scheduler"])
