@@ -310,6 +310,12 @@ def test_a_process_that_was_stopped_blames_nobody(asleep: bool, tmp_path: Path) 
     assert process.exitcode == 0, (tmp_path / "report").read_text()
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, math.inf, math.nan])
+def test_a_time_out_in_which_nobody_is_watched_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match=rf"above 0 and finite, got {timeout!r}; .*math\.inf"):
+        fs.Watchdog(timeout=timeout)
+
+
 def test_a_watchdog_is_entered_once() -> None:
     with fs.Watchdog(timeout=60) as watchdog:
         pass

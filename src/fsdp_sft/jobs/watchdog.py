@@ -95,6 +95,7 @@ class Watchdog:
 
     Raises:
         RuntimeError: If the same watchdog is entered twice.
+        ValueError: For a time-out that is not above 0, or not finite.
 
     Collective: all ranks, in the same order if there are several watchdogs; they do not wait for each other.
 
@@ -111,6 +112,11 @@ class Watchdog:
     """
 
     def __init__(self, *, timeout: float = 600.0) -> None:
+        if not 0 < timeout < math.inf:  # with another one it would watch nobody, and not say so
+            raise ValueError(
+                f"timeout must be seconds, above 0 and finite, got {timeout!r}; what may take any time is a "
+                'phase: `with watchdog.phase("compile", timeout=math.inf):`'
+            )
         self.timeout, self.interval = timeout, min(timeout / 10, 5.0)
         self._step: int | None = None
         self._phases = [("train", timeout)]
@@ -181,8 +187,7 @@ class Watchdog:
             looking.start()
             for _ in range(math.ceil(max(self.timeout / 3, 1.0) / self.interval)):
                 self._rest(looking.join)
-            if looking.is_alive():
-                self._lost = self._lost or "; the store does not answer"
+            self._lost = self._lost or ("; the store does not answer" if looking.is_alive() else "")
             if self._lost:
                 self._store = dist.HashStore()
                 self._look(now)
