@@ -295,6 +295,24 @@ def _stopped_in_a_look(path: str) -> None:
     _alone(False, path)
 
 
+def _hangs_beside_a_slow_store() -> None:
+    real = fs.Watchdog._fetch
+
+    def slowly(*given: Any) -> list[int]:
+        time.sleep(2.2)
+        return real(*given)
+
+    fs.Watchdog._fetch = slowly
+    with fs.Watchdog(timeout=9):
+        time.sleep(22)
+
+
+def test_a_store_that_is_slow_is_not_taken_for_a_stop() -> None:
+    process = _started(_hangs_beside_a_slow_store)
+    process.join(40)
+    assert process.exitcode == fs.STALL_EXIT_CODE
+
+
 @pytest.mark.parametrize("asleep", [True, False])
 def test_a_process_that_was_stopped_blames_nobody(asleep: bool, tmp_path: Path) -> None:
     run = partial(_alone, False) if asleep else _stopped_in_a_look

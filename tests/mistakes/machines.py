@@ -117,11 +117,11 @@ MISTAKES = [
         ("tests/jobs/test_watchdog.py::test_a_process_that_was_stopped_blames_nobody",),
     ),
     Mistake(
-        "a stop in the middle of a look is not told",
+        "a store that is slow is taken for a stop",
         "jobs/watchdog.py",
         "self._rest(looking.join)",
         "looking.join(self.interval)",
-        ("tests/jobs/test_watchdog.py::test_a_process_that_was_stopped_blames_nobody",),
+        ("tests/jobs/test_watchdog.py::test_a_store_that_is_slow_is_not_taken_for_a_stop",),
     ),
     Mistake(
         "a process that was stopped takes the others for silent",

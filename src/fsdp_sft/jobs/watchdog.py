@@ -135,7 +135,7 @@ class Watchdog:
             # Watchdogs are counted, so that all ranks give one the same number.
             count = store.add(f"fsdp_sft/watchdogs-of-{self._rank}", 1)
             self._store = dist.PrefixStore(f"fsdp_sft/watchdog/{count}", store)
-        self._moved = time.monotonic()
+        self._moved = self._woke = time.monotonic()
         # When the beat of each rank last changed, on the clock of this machine.
         self._heard = dict.fromkeys(range(self._world_size), self._moved)
         self._thread.start()
@@ -181,16 +181,16 @@ class Watchdog:
         """Look at the ranks once per interval, until the loop ends, or by a verdict the process."""
         leaving = False
         while not (leaving or self._verdict):
-            leaving, now = self._rest(self._leaving.wait), time.monotonic()
+            leaving = self._rest(self._leaving.wait)
             # No call of a store ends while its host is stopped, so a thread of its own makes them.
-            looking = threading.Thread(target=self._look, args=(now,), daemon=True)
+            looking = threading.Thread(target=self._look, args=(self._woke,), daemon=True)
             looking.start()
             for _ in range(math.ceil(max(self.timeout / 3, 1.0) / self.interval)):
                 self._rest(looking.join)
             self._lost = self._lost or ("; the store does not answer" if looking.is_alive() else "")
             if self._lost:
                 self._store = dist.HashStore()
-                self._look(now)
+                self._look(self._woke)
         if self._verdict:
             # Not by sys.stderr, whose lock the main thread may hold for ever.
             os.write(2, f"[watchdog, {self._name}] {self._verdict}\n{self._name} was here:\n".encode())
@@ -201,10 +201,12 @@ class Watchdog:
             os._exit(STALL_EXIT_CODE)
 
     def _rest(self, wait: Callable[[float], Any]) -> Any:
-        """Wait for an interval; who wakes late was stopped, or got no processor, and saw nobody meanwhile."""
-        asleep = time.monotonic()
-        woken = wait(self.interval)
-        late = time.monotonic() - asleep - self.interval
+        """Wait for an interval; who wakes late was stopped, or got no processor, and saw nobody meanwhile.
+
+        It is late by the time since the last wait, so that a stop in between two of them is told as well.
+        """
+        woken, now = wait(self.interval), time.monotonic()
+        late, self._woke = now - self._woke - self.interval, now
         if late > self.interval + 1:
             self._moved += late
             self._heard = {rank: heard + late for rank, heard in self._heard.items()}
