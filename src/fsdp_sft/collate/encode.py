@@ -116,8 +116,12 @@ def tokenise(
         verbose=verbose,
     )
     pieces = _pieces_of(tokenizer)
-    # The call of the first gives the backend the tokenizer's own settings, as that for special tokens.
-    by_bytes = len(texts) > 1 and not verbose and _by_bytes(call(texts[0])["input_ids"], texts[0], pieces)
+    # This call gives the backend the tokenizer's own settings, as that for special tokens.
+    by_bytes = (
+        not verbose
+        and (start := "".join(texts[:1])[:64])
+        and _by_bytes(call(start)["input_ids"], start, pieces)
+    )
     if by_bytes:
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     else:

@@ -14,10 +14,10 @@ from fsdp_sft.errors import RowError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
-_FLAG_KEYS = (
+_FLAG_KEYS = {
     *("train", "loss_weight", "weight", "loss_scale", "loss", "training", "trainable"),
     *("train_detail", "training_detail"),  # axolotl's, which are for parts of a message
-)
+}
 _ORDER = ("thinking", "reasoning", "text", "tool_call")  # of the parts of a content
 _MEANT = {
     "role",
@@ -149,7 +149,7 @@ def take_flag(message: Message, place: str) -> bool:
     Raises:
         ValueError: If a flag says neither yes nor no.
     """
-    given = {key: message.pop(key) for key in _FLAG_KEYS if key in message}
+    given = {key: message.pop(key) for key in sorted(_FLAG_KEYS & message.keys())}
     flags = {key: value for key, value in given.items() if value != []}  # parts of an answer that has none
     for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
