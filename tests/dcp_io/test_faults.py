@@ -13,6 +13,7 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import disk
+from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io import folder, saving
 from tests.faults.hostile import sign
@@ -119,13 +120,13 @@ def _load_damaged(root: str, names: list[str]) -> None:
     model = make_model(2, {}, wrap=False)
     optimizer = make_adamw(model)
     train(model, optimizer, 0, 1)
-    before, rng = everything(model, optimizer), torch.get_rng_state()
+    before, rng = everything(model, optimizer, local_of), torch.get_rng_state()
     for name in names:
         for path, options in ((f"{root}/{name}/step-2", {}), (f"{root}/{name}", {"fallback": False})):
             with pytest.raises(fs.CheckpointCorruptError) as error:
                 fs.load_checkpoint(path, model=model, optimizer=optimizer, **options)
             assert type(error.value) is fs.CheckpointCorruptError
-            assert_same(everything(model, optimizer), before)
+            assert_same(everything(model, optimizer, local_of), before)
     assert torch.equal(torch.get_rng_state(), rng)
     for name, verify in (("deleted", True), ("cut short", False)):
         with warnings.catch_warnings(record=True) as caught:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
+from fsdp_sft._tensors.boxes import local_of
 from tests.faults import hostile, kills, mutated
 from tests.harness.ranks import mesh_here, on_ranks, run_distributed
 from tests.harness.trained import assert_same, everything
@@ -60,7 +61,7 @@ def test_flipped_bits_never_load(tmp_path: Path) -> None:
     state: dict[str, Any] = {"train_state": {"lr": [0.1] * 99}, "rank_state": {"rows": torch.arange(9)}}
     step = fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, **state).path
     kills.fill(model, optimizer, 77)
-    before, generator = everything(model, optimizer), torch.get_rng_state()
+    before, generator = everything(model, optimizer, local_of), torch.get_rng_state()
     sizes = {path: path.stat().st_size for path in sorted(step.rglob("*")) if path.is_file()}
     draw = random.Random(1)
     for _ in range(60 * TIMES):
@@ -70,7 +71,7 @@ def test_flipped_bits_never_load(tmp_path: Path) -> None:
         with pytest.raises(fs.CheckpointCorruptError):
             fs.load_checkpoint(step, model=model, optimizer=optimizer)
         _flip(*place)
-        assert_same(everything(model, optimizer), before)
+        assert_same(everything(model, optimizer, local_of), before)
         assert torch.equal(torch.get_rng_state(), generator)
 
 

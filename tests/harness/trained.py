@@ -86,17 +86,19 @@ def train(model: nn.Module, optimizer: Any, first: int, count: int) -> list[floa
     return losses
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Everything that must come back: full tensors by name, on every rank."""
+def everything(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, of: Any = full
+) -> dict[str, Any]:
+    """Everything that must come back, by name: full tensors on every rank, or what `of` makes of them."""
     from fsdp_sft._model.sharded import reshard
 
     reshard(model)
-    state = {f"model/{n}": full(t).detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
+    state = {f"model/{n}": of(t).detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
     if optimizer is None:
         return state
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            state[f"{name}/{key}"] = full(value).detach().clone() if torch.is_tensor(value) else value
+            state[f"{name}/{key}"] = of(value).detach().clone() if torch.is_tensor(value) else value
     for index, group in enumerate(optimizer.param_groups):
         state.update({f"group/{index}/{k}": v for k, v in group.items() if k != "params"})
     return state
