@@ -21,6 +21,7 @@ from fsdp_sft import (
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, chat, marks, shown
 from tests.harness.packs import assert_same
+from tests.harness.places import ROOT
 
 CHATML = TOKENIZERS["chatml"]
 
@@ -116,22 +117,25 @@ def test_options_are_checked_before_any_row_is_read(options, message, tmp_path):
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (None, "has no chat template; .* tutorial .Teach a base model to chat"),
-        ("{% for message in messages %}\n{{ message.content", "does not parse: line 2: .* tutorial .Teach"),
+        (None, "has no chat template"),
+        ("{% for message in messages %}\n{{ message.content", "does not parse: line 2"),
     ],
 )
 def test_a_template_that_takes_no_row_is_one_error_and_no_row_is_to_blame(template, says, tmp_path):
     own = ct.byte_tokenizer("chatml")
     own.chat_template = template  # None, too
-    rows = [chat("q", "a")] * 20
+    rows, page = [chat("q", "a")] * 20, (ROOT / "docs/how-to/train-on-your-chat-data.md").read_text()
     for calls in (
         lambda: filter_rows(rows, own, on_error="count"),
         lambda: filter_rows(rows, own),
         lambda: encode_dataset(rows, own, max_length=99, cache_dir=tmp_path),
         lambda: SFTCollator(own, max_length=99)(rows),
     ):
-        with pytest.raises(ChatTemplateError, match=f"^(the chat template of )?TokenizersBackend.* {says}"):
+        with pytest.raises(
+            ChatTemplateError, match=f"^(the chat template of )?TokenizersBackend.* {says}"
+        ) as error:
             calls()
+        assert str(error.value).partition('the page "')[2].partition('"')[0] == page.partition("\n")[0][2:]
     encoded = [encode_chat(rows[0], CHATML)]
     assert filter_rows(encoded, own)[1] == {"kept": 1}
     assert len(encode_dataset(encoded, own, max_length=99, cache_dir=tmp_path)) == 1

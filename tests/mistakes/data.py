@@ -52,7 +52,7 @@ MISTAKES = [
     Mistake(
         "rows are tokenised as the last call of the tokenizer was",
         "collate/encode.py",
-        '_by_bytes(call(texts[0])["input_ids"], texts[0], pieces)',
+        '_by_bytes(call(start)["input_ids"], start, pieces)',
         "bool(pieces)",
         ("tests/collate/test_spans.py::test_many_texts_are_tokenised_as_each_alone",),
     ),

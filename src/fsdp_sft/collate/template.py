@@ -71,8 +71,8 @@ class ChatTemplate:
         if not chat_template and not tokenizer.chat_template:
             raise ChatTemplateError(
                 f"{describe_tokenizer(tokenizer)} has no chat template; pass chat_template=, or set "
-                "tokenizer.chat_template to the one of the model's instruct version (the tutorial "
-                '"Teach a base model to chat" shows how)',
+                "tokenizer.chat_template to the one of the model's instruct version (the page "
+                '"Train on your chat data" shows how)',
                 reason="no_template",
             )
         self.tokenizer = tokenizer
@@ -130,8 +130,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not parse: line "
-                f"{error.lineno}: {error.message}; repair it, or pass another chat_template= (the tutorial "
-                '"Teach a base model to chat" has one)',
+                f"{error.lineno}: {error.message}; repair it, or pass another chat_template= (the page "
+                '"Train on your chat data" has one)',
                 reason="no_template",
             ) from None
         except Exception as error:
