@@ -18,8 +18,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_sft import IGNORE_INDEX, ChatTemplateError, EncodedChat, encode_chat, filter_rows
-from fsdp_sft._compat import data
-from fsdp_sft.collate import spans
+from fsdp_sft.collate import spans, template
 from fsdp_sft.collate.encode import tokenise
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import read_row
@@ -290,12 +289,13 @@ def test_private_use_characters_of_the_sentinels_are_texts_like_others():
 
 
 def test_a_long_conversation_takes_as_many_renderings_as_a_short_one(monkeypatch):
-    counts, render = [], data.render_chat
-    monkeypatch.setattr(data, "render_chat", lambda *a, **k: counts.append(1) or render(*a, **k))
+    counts, render = [], template.render_chat
+    monkeypatch.setattr(template, "render_chat", lambda *a, **k: counts.append(1) or render(*a, **k))
     for turns in (2, 64):
         counts.clear()
         encoded = encode_chat(chat(*(f"text {number}" for number in range(turns))), TOKENIZERS["chatml"])
-        assert len(counts) <= 4 + 5 * (turns == 2), "a probe once, then two renderings, and two of prompts"
+        # Two, and two of prompts, or fewer of texts between known literals; at first the probe of a template.
+        assert 1 <= len(counts) <= (4 if turns == 64 else 20)
         assert sum(marks(encoded)) == sum(len(f"text {n}") + 1 for n in range(1, turns, 2))
 
 

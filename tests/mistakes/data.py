@@ -50,6 +50,13 @@ MISTAKES = [
         ("tests/collate/test_spans.py",),
     ),
     Mistake(
+        "a prompt is rendered for each answer of a long conversation",
+        "collate/spans.py",
+        "{i: first if is_last_alike else self._start(",
+        "{i: self._start(",
+        ("tests/collate/test_spans.py::test_a_long_conversation_takes_as_many_renderings_as_a_short_one",),
+    ),
+    Mistake(
         "rows are tokenised as the last call of the tokenizer was",
         "collate/encode.py",
         '_by_bytes(call(start)["input_ids"], start, pieces)',

@@ -28,7 +28,7 @@ MISTAKES = [
     ),
     Mistake(
         "an answer that another tool would leave out is trained",
-        "collate/messages.py",
+        "collate/rows.py",
         "    return all(flags.values())",
         "    return True",
         ("tests/collate/test_rows.py",),
@@ -98,7 +98,7 @@ MISTAKES = [
     ),
     Mistake(
         "a row is trained without its image",
-        "collate/messages.py",
+        "collate/rows.py",
         "    if found:",
         "    if False:",
         ("tests/collate/test_hostile.py",),

@@ -1,7 +1,5 @@
-"""Data sets, loaders, chat templates and tokenizers."""
+"""Data sets and loaders."""
 
-import functools
-import re
 from typing import Any
 
 import torch
@@ -37,41 +35,3 @@ def end_persistent_workers(loader: "torch.utils.data.DataLoader[Any]") -> None:
     """
     if loader.persistent_workers:
         loader._iterator = None
-
-
-def render_chat(
-    template: str,
-    messages: list[dict[str, Any]],
-    *,
-    variables: dict[str, Any],
-    tools: list[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Render one conversation in transformers' sandbox.
-
-    ``apply_chat_template`` calls ``render_jinja_template``; only the latter returns the character spans of
-    ``{% generation %}`` blocks.
-
-    Returns:
-        (text, character spans of the generation blocks; empty for a template without them).
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    # A template without the tag is not asked for spans, since transformers would log a warning.
-    tagged = _has_generation_tag(template)
-    render: Any = render_jinja_template  # annotated as returning a str; returns a pair, at least up to 5.23
-    texts, spans = render(
-        [messages],
-        tools=tools,
-        chat_template=template,
-        return_assistant_tokens_mask=tagged,
-        continue_final_message=False,  # so that no row can set it
-        add_generation_prompt=add_generation_prompt,
-        **variables,
-    )
-    return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
-
-
-@functools.lru_cache(maxsize=64)
-def _has_generation_tag(template: str) -> bool:
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None

@@ -14,13 +14,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_sft._model.view import tokenizer_of
-from fsdp_sft.collate.messages import as_text, refuse_media, shortened
 from fsdp_sft.collate.notes import notes_of, warn_of_notes
 from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (
     Conversation,
+    as_text,
     read_row,
+    refuse_media,
     shape_of,
+    shortened,
     template_variables,
 )
 from fsdp_sft.collate.spans import Found, find_turns

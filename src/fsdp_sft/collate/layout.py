@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_sft.collate.messages import REASONING_KEYS, Message
+from fsdp_sft.collate.rows import REASONING_KEYS, Message
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:

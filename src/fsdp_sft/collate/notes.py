@@ -10,9 +10,8 @@ from torch.utils.data import get_worker_info
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.collate.layout import occurs
-from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
-from fsdp_sft.collate.rows import Conversation
+from fsdp_sft.collate.rows import REASONING_KEYS, Conversation
 from fsdp_sft.collate.spans import Found
 from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.errors import ChatTemplateError

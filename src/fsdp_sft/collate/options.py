@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from fsdp_sft._process.words import answer
-from fsdp_sft.collate.messages import ROLES
+from fsdp_sft.collate.rows import ROLES
 
 TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
 

@@ -16,7 +16,7 @@ from fsdp_sft.collate.layout import (
     shared_header,
     through_the_tag,
 )
-from fsdp_sft.collate.messages import REASONING_KEYS, Message
+from fsdp_sft.collate.rows import REASONING_KEYS, Message
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:

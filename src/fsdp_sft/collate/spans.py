@@ -67,10 +67,9 @@ from fsdp_sft.collate.layout import (
     overlap,
     shared_header,
 )
-from fsdp_sft.collate.messages import ROLES, Message
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.probe import TemplateFacts
-from fsdp_sft.collate.rows import Conversation
+from fsdp_sft.collate.rows import ROLES, Conversation, Message
 from fsdp_sft.collate.template import ChatTemplate
 from fsdp_sft.errors import ChatTemplateError
 

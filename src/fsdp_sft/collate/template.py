@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -13,15 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, product
+from itertools import chain, count, product
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from fsdp_sft._compat.data import render_chat
 from fsdp_sft.collate.layout import Skeleton, split_at_sentinels
-from fsdp_sft.collate.messages import REASONING_KEYS, Message, other_forms
 from fsdp_sft.collate.probe import Probe, TemplateFacts
+from fsdp_sft.collate.rows import REASONING_KEYS, Message
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -326,6 +326,97 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
         facts.reasoning_key: (thought if opening else head).strip(),
         "content": answer.lstrip(),
     }
+
+
+def render_chat(
+    template: str,
+    messages: list[dict[str, Any]],
+    *,
+    variables: dict[str, Any],
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render one conversation in transformers' sandbox.
+
+    ``apply_chat_template`` calls ``render_jinja_template``; only the latter returns the character spans of
+    ``{% generation %}`` blocks.
+
+    Returns:
+        (text, character spans of the generation blocks; empty for a template without them).
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    # A template without the tag is not asked for spans, since transformers would log a warning.
+    tagged = _has_generation_tag(template)
+    render: Any = render_jinja_template  # annotated as returning a str; returns a pair, at least up to 5.23
+    texts, spans = render(
+        [messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=tagged,
+        continue_final_message=False,  # so that no row can set it
+        add_generation_prompt=add_generation_prompt,
+        **variables,
+    )
+    return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
+
+
+@lru_cache(maxsize=64)
+def _has_generation_tag(template: str) -> bool:
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+
+def other_forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """Alternative forms of the messages, the smallest change first; none without tool calls.
+
+    - Arguments of tool calls as a JSON string, for templates that concatenate them with other strings.
+    - Ids of nine characters for tool calls, and for each result the id and the name of its call, which the
+      templates of Mistral's models require and most data sets lack.
+    - Both.
+    """
+    if not any("tool_calls" in message for message in messages):
+        return
+    as_json = _with_json_arguments(messages)
+    yield from (as_json, _with_call_ids(messages), _with_call_ids(as_json))
+
+
+def _with_json_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with arguments of tool calls as JSON strings."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_call_ids(messages: list[Message]) -> list[Message]:
+    """Give each call an id, and each result the id and name of its call.
+
+    A result belongs to the call with the same id in the row, or else to the first call without a result.
+    """
+    changed: list[Message] = []
+    waiting: list[tuple[dict[str, Any], str]] = []  # calls without a result, and their ids for the template
+    number = count()
+    for message in messages:
+        if "tool_calls" in message:
+            named = [(call, f"call{next(number):05d}") for call in message["tool_calls"]]
+            message = {**message, "tool_calls": [{**call, "id": name} for call, name in named]}
+            waiting += named
+        elif message["role"] == "tool" and waiting:
+            given = message.get("tool_call_id")
+            answered = next(
+                (item for item in waiting if given is not None and item[0].get("id") == given), waiting[0]
+            )
+            waiting.remove(answered)
+            message = {"name": answered[0]["function"]["name"], **message, "tool_call_id": answered[1]}
+        changed.append(message)
+    return changed
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
