@@ -206,6 +206,14 @@ def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.C
             {"sac_placement": "prefix", "sac_ratio": "1/2", "compile": False},
             ["fs.init_distributed()", "mesh=mesh)\nfs.apply_sac(model, '1/2', placement='prefix')\n"],
         ),
+        (  # a mask of packs under another attention would be one of S x S
+            {"attention_mask": False, "cp": 2},
+            [
+                "",
+                "fs.use_varlen_attention(model)\nfs.use_context",
+                "max_length=256)\ncollate = fs.PackedCollator(max_length=256)",
+            ],
+        ),
     ],
 )
 def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on(

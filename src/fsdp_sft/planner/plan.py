@@ -127,23 +127,30 @@ _OPTIMIZERS = {
 
 def _code(run: Run, model: str) -> Iterator[str]:
     """Lines of code that run a plan."""
-    if run.lora_rank:
-        yield "import peft"
-    if run.optimizer == "adamw8bit":
-        yield "import torchao.optim"
+    imports = {"import peft": run.lora_rank, "import torchao.optim": run.optimizer == "adamw8bit"}
+    yield from (line for line, is_used in imports.items() if is_used)
     yield "fs.init_distributed()"
     mesh = _arguments(dp_replicate=(str(run.dp_replicate), "1"), cp=(str(run.cp), "1"))
     yield f"mesh = fs.build_mesh({mesh})"
     yield from _model(run, model)
-    if run.shares_rows:
-        yield "fs.use_context_parallel(model, mesh=mesh)"
-    if run.loss_impl == "logits":
-        yield "fs.prepare_loss(model, impl='logits')"
+    changes = {
+        "fs.use_varlen_attention(model)": not run.attention_mask,
+        "fs.use_context_parallel(model, mesh=mesh)": run.shares_rows,
+        "fs.prepare_loss(model, impl='logits')": run.loss_impl == "logits",
+    }
+    yield from (line for line, is_used in changes.items() if is_used)
     yield f"optimizer = {_OPTIMIZERS[run.optimizer]}"
-    yield (
-        f"loader = DataLoader(rows, {run.micro_batch_size}, sampler=fs.ResumableSampler(rows), "
-        "collate_fn=...)"
-    )
+    if run.attention_mask:
+        size = run.micro_batch_size
+        yield f"loader = DataLoader(rows, {size}, sampler=fs.ResumableSampler(rows), collate_fn=...)"
+    else:  # a pack has the tokens of a micro-batch
+        tokens = run.micro_batch_size * run.seq_length
+        yield (
+            "lengths, num_targets = fs.row_sizes(rows)\n"
+            f"sampler = fs.PackedSampler(lengths, num_targets=num_targets, max_length={tokens})\n"
+            f"collate = fs.PackedCollator(max_length={tokens})\n"
+            "loader = DataLoader(rows, batch_sampler=sampler, collate_fn=collate)"
+        )
     yield f"for window in fs.windows(loader, grad_accum_steps={run.grad_accum_steps}):"
     yield (
         "    fs.train_step("
