@@ -63,7 +63,7 @@ MXFP4 = {
 
 MODELS = {
     "Llama 3.1 8B": Model(
-        "meta-llama/Llama-3.1-8B",
+        "meta-llama/Llama-3.1-8B-Instruct",
         LlamaConfig(
             hidden_size=4096,
             intermediate_size=14336,
@@ -73,7 +73,7 @@ MODELS = {
         ),
     ),
     "Llama 3.1 70B": Model(
-        "meta-llama/Llama-3.1-70B",
+        "meta-llama/Llama-3.1-70B-Instruct",
         LlamaConfig(
             hidden_size=8192,
             intermediate_size=28672,
@@ -119,7 +119,7 @@ MODELS = {
         ),
     ),
     "Gemma 4 31B": Model(
-        "google/gemma-4-31B",
+        "google/gemma-4-31B-it",
         Gemma4TextConfig(
             vocab_size=262144,
             hidden_size=5376,
@@ -139,7 +139,7 @@ MODELS = {
         ),
     ),
     "Mistral 7B v0.3": Model(
-        "mistralai/Mistral-7B-v0.3",
+        "mistralai/Mistral-7B-Instruct-v0.3",
         MistralConfig(
             vocab_size=32768,
             hidden_size=4096,

@@ -90,7 +90,7 @@ def everything(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, of: Any = full
 ) -> dict[str, Any]:
     """Everything that must come back, by name: full tensors on every rank, or what `of` makes of them."""
-    from fsdp_sft._model.sharded import reshard
+    from fsdp_sft._model.view import reshard
 
     reshard(model)
     state = {f"model/{n}": of(t).detach().clone() for n, t in model.state_dict(keep_vars=True).items()}

@@ -76,9 +76,9 @@ MISTAKES = [
     ),
     Mistake(
         "what an evaluation has left gathered is saved as it is",
-        "_model/sharded.py",
-        "            FSDPModule.reshard(module)  # of this module",
-        "            pass  # of this module",
+        "_compat/fsdp.py",
+        "        type(module).reshard(module)  # of this module",
+        "        pass  # of this module",
         ("tests/test_default_path.py",),
     ),
     Mistake(

@@ -91,7 +91,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a forward that was broken off keeps the model gathered",
-        "_model/sharded.py",
+        "_compat/fsdp.py",
         "    if is_broken_off(model):",
         "    if False:",
         ("tests/step/test_update.py",),

@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_sft as fs
 from fsdp_sft._model.blocks import UnsupportedModelError
 from fsdp_sft._model.forward import probed
-from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.view import named_tensors
+from fsdp_sft._model.view import named_tensors, reshard
 from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import device_here, mesh_here, on_ranks

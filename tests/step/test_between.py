@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import fsdp_sft as fs
-from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.view import reshard
 from tests import plain
 from tests.harness.models import FLOAT32, full, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import device_here, mesh_here, on_ranks, run_distributed

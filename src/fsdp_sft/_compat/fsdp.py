@@ -9,6 +9,23 @@ import torch
 from torch import nn
 
 
+def reshard_within(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Reshard what FSDP2 has left gathered, and drop what a failed forward or backward has left.
+
+    Returns:
+        (module, name) of each parameter that was replaced since the first forward.
+    """
+    if is_broken_off(model):
+        forget_failed_iteration(model)
+    replaced: list[tuple[nn.Module, str]] = []
+    for module in _sharded_within(model):
+        replaced += _replaced_parameters(module)
+        _keep_trained_flags(module)
+        type(module).reshard(module)  # of this module alone, so that the flags of no other are lost
+        _forget_inference(module)
+    return replaced
+
+
 def forget_failed_iteration(model: nn.Module) -> None:
     """Reset FSDP2 to its state between steps, after an error in a forward or a backward.
 
@@ -23,7 +40,7 @@ def forget_failed_iteration(model: nn.Module) -> None:
     forget_held_back(model)
 
 
-def keep_trained_flags(module: Any) -> None:
+def _keep_trained_flags(module: Any) -> None:
     """Carry ``requires_grad`` of an FSDP2 module's gathered parameters over to their shards.
 
     Freezing changes the parameter that the module holds at the moment. FSDP2 copies the flag from the shard
@@ -43,7 +60,7 @@ def _registered(group: Any, parameter: Any) -> Any:
     )
 
 
-def forget_inference(module: Any) -> None:
+def _forget_inference(module: Any) -> None:
     """Let an FSDP2 module gather into new memory what it last gathered under ``torch.inference_mode``.
 
     FSDP2 makes the gathered parameter once, in the first forward; autograd refuses tensors of that mode.
@@ -60,7 +77,7 @@ def is_broken_off(model: nn.Module) -> bool:
     return any(state._training_state.name != "IDLE" for state in _states_within(model))
 
 
-def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
+def _replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
     """(module, name) of each parameter that has replaced one of FSDP2's; FSDP2 would put its own back."""
     state = module._get_fsdp_state()
     if state._is_root is None:  # before the first forward FSDP2 takes what it finds

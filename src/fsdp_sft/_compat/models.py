@@ -25,18 +25,6 @@ def float32_names(model: nn.Module, dtype: torch.dtype) -> re.Pattern[str]:
     )
 
 
-def original_class(model: nn.Module) -> type[nn.Module]:
-    """The class that a model had before ``fully_shard`` replaced it by a generated subclass.
-
-    transformers looks conversions up by the name of the class, and recognises its own code by ``__module__``;
-    FSDP2's class has another name and another module.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    bases: Any = type(model).__mro__
-    return next(base for base in bases if not issubclass(base, FSDPModule))  # type: ignore[no-any-return]
-
-
 def build_like_from_pretrained(cls: Any, config: Any, dtype: torch.dtype) -> Any:
     """A model on the meta device with untied weights, as ``from_pretrained`` builds it before it reads.
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.fsdp import compute_dtypes
-from fsdp_sft._model.sharded import compute_device, reshard
+from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.view import base_of, named_tensors, unwrapped
+from fsdp_sft._model.view import base_of, named_tensors, reshard, unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft.errors import BatchError
 

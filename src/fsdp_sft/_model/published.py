@@ -15,9 +15,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import is_wrapper_subclass
-from fsdp_sft._model.view import base_of, clean_name, is_a, named_tensors, slot, unwrapped
+from fsdp_sft._model.view import base_of, clean_name, is_a, named_tensors, original_class, slot, unwrapped
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import memory_key, memory_of
 from fsdp_sft.errors import UnstorableStateError, UnsupportedModelError, abridged

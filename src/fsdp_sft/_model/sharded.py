@@ -1,23 +1,13 @@
-"""A sharded model: its mesh, its device, and the resharding of gathered parameters."""
-
-from typing import Any
+"""A sharded model: its mesh, its device, and what its gradients must not have."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._compat.fsdp import (
-    forget_failed_iteration,
-    forget_inference,
-    gradient_divide_factors,
-    is_broken_off,
-    keep_trained_flags,
-    native_axes,
-    replaced_parameters,
-)
+from fsdp_sft._compat.fsdp import gradient_divide_factors, native_axes
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
-from fsdp_sft._model.view import record_of, replicas_of, replicated_by, unwrapped
+from fsdp_sft._model.view import record_of, replicas_of, replicated_by, reshard, unwrapped
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import DP_REPLICATE, layer_axes
 from fsdp_sft.errors import UnsupportedModelError, abridged
@@ -83,42 +73,6 @@ def _mesh_of_parameters(model: torch.nn.Module) -> DeviceMesh | None:
         key=lambda mesh: (not layer_axes(mesh), mesh.size()),
         default=None,
     )
-
-
-def reshard(model: torch.nn.Module) -> Any:
-    """Reshard the gathered FSDP2 parameters of ``model``; does nothing to an ordinary model.
-
-    After a forward without a backward the root's parameters stay gathered (torch's default), so all code that
-    reads or writes parameters calls this first. What a failed forward or backward has left is dropped.
-
-    Returns:
-        The model inside any wrappers, of which it is known then that they hide nothing.
-
-    Raises:
-        UnsupportedModelError: If the model is in a wrapper that hides its parameters, or parameters were
-            replaced after its first forward.
-    """
-    replicas_of(model)
-    model = unwrapped(model)
-    if is_broken_off(model):
-        forget_failed_iteration(model)
-    replaced: list[tuple[torch.nn.Module, str]] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            replaced += replaced_parameters(module)
-            keep_trained_flags(module)
-            FSDPModule.reshard(module)  # of this module alone, so that the flags of no other are lost
-            forget_inference(module)
-    if replaced:
-        fqns = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
-        names = [f"{fqns.get(id(module), '?')}.{name}" for module, name in replaced]
-        raise UnsupportedModelError(
-            f"{abridged(names)} were replaced after the first forward of the sharded model: FSDP2 computes "
-            "with the parameters that it has sharded, and puts them back. Replace them before shard_model, "
-            "or change their values under torch.no_grad(): parameter.copy_(distribute_tensor(value, "
-            "parameter.device_mesh, parameter.placements)), of torch.distributed.tensor"
-        )
-    return model
 
 
 def refuse_changed_gradients(model: torch.nn.Module, mesh: DeviceMesh) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.models import build_like_from_pretrained, original_class
-from fsdp_sft._model.view import record_of, unwrapped
+from fsdp_sft._compat.models import build_like_from_pretrained
+from fsdp_sft._model.view import original_class, record_of, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._quantised.find import METHODS
 from fsdp_sft._quantised.settings import IN_16_BITS, settings_of

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft._compat.fsdp import reshard_within
+from fsdp_sft.errors import UnsupportedModelError, abridged
 
 T = TypeVar("T")
 
@@ -91,10 +92,50 @@ def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
     return around.process_group if around is not None else None
 
 
+def reshard(model: nn.Module) -> Any:
+    """Reshard the gathered FSDP2 parameters of ``model``; does nothing to an ordinary model.
+
+    After a forward without a backward the root's parameters stay gathered (torch's default), so all code that
+    reads or writes parameters calls this first. What a failed forward or backward has left is dropped.
+
+    Returns:
+        The model inside any wrappers, of which it is known then that they hide nothing.
+
+    Raises:
+        UnsupportedModelError: If the model is in a wrapper that hides its parameters, or parameters were
+            replaced after its first forward.
+    """
+    replicas_of(model)
+    model = unwrapped(model)
+    replaced = reshard_within(model)
+    if replaced:
+        fqns = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        names = [f"{fqns.get(id(module), '?')}.{name}" for module, name in replaced]
+        raise UnsupportedModelError(
+            f"{abridged(names)} were replaced after the first forward of the sharded model: FSDP2 computes "
+            "with the parameters that it has sharded, and puts them back. Replace them before shard_model, "
+            "or change their values under torch.no_grad(): parameter.copy_(distribute_tensor(value, "
+            "parameter.device_mesh, parameter.placements)), of torch.distributed.tensor"
+        )
+    return model
+
+
 def base_of(model: nn.Module) -> Any:
     """The transformers model inside a peft model, still with its adapters; any other model as it is."""
     unwrap: Any = getattr(model, "get_base_model", None)
     return unwrap() if unwrap is not None else model
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    """The class that a model had before ``fully_shard`` replaced it by a generated subclass.
+
+    transformers looks conversions up by the name of the class, and recognises its own code by ``__module__``;
+    FSDP2's class has another name and another module.
+    """
+    from torch.distributed.fsdp import FSDPModule  # 0.7 s, which a worker that collates need not wait
+
+    bases: Any = type(model).__mro__
+    return next(base for base in bases if not issubclass(base, FSDPModule))  # type: ignore[no-any-return]
 
 
 def is_a(value: Any, name: str, package: str) -> bool:

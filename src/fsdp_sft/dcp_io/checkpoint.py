@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.view import record_of
+from fsdp_sft._model.view import record_of, reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.generators import set_generator_states
 from fsdp_sft._ranks.agree import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._model.published import ModelTensors, match_tensors, model_tensors
-from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.view import reshard
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside

@@ -22,8 +22,7 @@ from torch import nn
 
 from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.published import model_tensors
-from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.view import parameter_names
+from fsdp_sft._model.view import parameter_names, reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer

@@ -8,9 +8,8 @@ from torch import nn
 
 from fsdp_sft._compat.experts import experts_forward, experts_implementation_of, switchable_experts
 from fsdp_sft._compat.fsdp import compute_dtypes
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.sharded import compute_device
-from fsdp_sft._model.view import unwrapped
+from fsdp_sft._model.view import original_class, unwrapped
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.experts.counter import (

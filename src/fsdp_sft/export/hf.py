@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft._compat.conversions import revert_weight_conversion
 from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._model.published import merged_weights, merging_dtype, model_tensors, with_tensors
-from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.view import clean_name
+from fsdp_sft._model.view import clean_name, reshard
 from fsdp_sft._ranks.agree import agreed, tell, this_rank
 from fsdp_sft._tensors.boxes import values_of, whole
 from fsdp_sft._tensors.disk import check_room, write_bytes, write_early

@@ -22,9 +22,8 @@ from fsdp_sft._model.published import (
     published,
     refuse_unmergeable,
 )
-from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model, tied_meta_twin
-from fsdp_sft._model.view import inner_model
+from fsdp_sft._model.view import inner_model, reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import agreed, share, this_rank

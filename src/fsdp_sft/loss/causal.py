@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fsdp_sft._compat.compile import outside_of_graphs
 from fsdp_sft._model.forward import forward_parameters, no_cache
-from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
+from fsdp_sft._model.sharded import refuse_changed_gradients, training_mesh_of
+from fsdp_sft._model.view import reshard
 from fsdp_sft.collate.packs import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of

@@ -22,13 +22,12 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.compile import is_compiled
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import has_hooks
 from fsdp_sft._model.forward import no_cache, probed
 from fsdp_sft._model.published import computing
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.view import base_of, replicated_by, unwrapped, with_wrappers
+from fsdp_sft._model.view import base_of, original_class, replicated_by, unwrapped, with_wrappers
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.blocks import AS_IT_IS, Transform
 from fsdp_sft.loss.linear import head_losses

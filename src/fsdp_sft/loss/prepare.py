@@ -14,11 +14,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.forward import forward_parameters, no_cache
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.view import base_of, record_of, unwrapped
+from fsdp_sft._model.view import base_of, original_class, record_of, unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh

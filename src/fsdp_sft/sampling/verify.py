@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.attention import attention_of
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.forward import TOLERANCES, forward_parameters, logits_tolerance, no_cache, probed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
-from fsdp_sft._model.view import record_of, unwrapped
+from fsdp_sft._model.view import original_class, record_of, unwrapped
 from fsdp_sft._ranks.agree import agreed, through_rank_0
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.collate.options import check_count

@@ -17,12 +17,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.published import copied_modules
-from fsdp_sft._model.sharded import mesh_of, refuse_hooks, reshard
+from fsdp_sft._model.sharded import mesh_of, refuse_hooks
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model
-from fsdp_sft._model.view import base_of, record_of, replicas_of
+from fsdp_sft._model.view import base_of, original_class, record_of, replicas_of, reshard
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import build_mesh, mesh_of_job, parameter_mesh

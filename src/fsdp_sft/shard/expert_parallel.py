@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.published import published
+from fsdp_sft._model.view import original_class
 from fsdp_sft._ranks.mesh import DP_REPLICATE, DP_SHARD, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 

@@ -19,9 +19,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.fsdp import compute_apart
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import apply_to_tensors
-from fsdp_sft._model.view import base_of, transformers_models
+from fsdp_sft._model.view import base_of, original_class, transformers_models
 from fsdp_sft._tensors.boxes import local_of
 
 

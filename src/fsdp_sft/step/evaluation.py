@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
+from fsdp_sft._model.sharded import compute_device, training_mesh_of
+from fsdp_sft._model.view import reshard
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration, reduce_what_is_thawed
 from fsdp_sft._compat.modules import found_infs, keep_scale_on_host
-from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.view import parameter_names, replicated_by, unwrapped
+from fsdp_sft._model.view import parameter_names, replicated_by, reshard, unwrapped
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.dcp_io.optimizers import Optimizers, as_list
 from fsdp_sft.errors import OptimizerError, abridged

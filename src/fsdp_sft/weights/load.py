@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base
 from fsdp_sft._model.blocks import freeze_towers as freeze_towers_of
-from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._model.view import base_of, inner_model, transformers_models
+from fsdp_sft._model.sharded import mesh_of
+from fsdp_sft._model.view import base_of, inner_model, reshard, transformers_models
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import agree_on, agreed, all_reduce_sum, tell
 from fsdp_sft.sac import Ratio, apply_sac

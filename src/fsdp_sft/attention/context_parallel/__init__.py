@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.attention import attention_of, eager_attention_of, keep_rows_apart
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.forward import forward_parameters, logits_tolerance, no_cache, probed, spread_positions
 from fsdp_sft._model.sharded import compute_device, mesh_of
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.view import kept_of, record_of, unwrapped
+from fsdp_sft._model.view import kept_of, original_class, record_of, unwrapped
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum
 from fsdp_sft._ranks.mesh import CP, cp_size
 from fsdp_sft.attention.context_parallel.group import (

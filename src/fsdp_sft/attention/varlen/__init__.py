@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._compat.attention import attention_of
-from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.view import original_class
 from fsdp_sft.errors import UnsupportedModelError
 
 
