@@ -5,7 +5,6 @@ model below, for what a file of it holds, and for the layer that computes, and n
 is not imported: its classes are known by their names.
 """
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.modules import is_wrapper_subclass
-from fsdp_sft._model.view import base_of, clean_name, is_a, named_tensors, original_class, slot, unwrapped
+from fsdp_sft._model.view import base_of, clean_name, is_a, named_tensors, slot, unwrapped, with_tensors
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import memory_key, memory_of
 from fsdp_sft.errors import UnstorableStateError, UnsupportedModelError, abridged
@@ -194,7 +193,7 @@ def model_tensors(model: nn.Module, doing: str = "") -> ModelTensors:
     names: dict[str, str] = {}
     first_names: dict[int, str] = {}
     model = unwrapped(model)
-    live = named_tensors(model)
+    settings, live = recorded_settings(model), named_tensors(model)
     for key, value in model.state_dict(keep_vars=True).items():
         name = clean_name(key)
         if not isinstance(value, torch.Tensor) or is_wrapper_subclass(memory_of(value)):
@@ -224,7 +223,7 @@ def model_tensors(model: nn.Module, doing: str = "") -> ModelTensors:
             f"the state_dict() of {type(model).__name__} does not have the model's own tensors, which would "
             f"not come back: copies ({abridged(made)}), trained parameters left out ({abridged(lost)})"
         )
-    return ModelTensors(tensors, names, recorded_settings(model))
+    return ModelTensors(tensors, names, settings)
 
 
 # What a step records beside tensors, by which a resume with other adapters is refused.
@@ -377,24 +376,3 @@ def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch
         if not wrapper.disable_adapters:
             wrapper.merge()
     return {name: tensor.detach() for name, tensor in named_tensors(layers[0].get_base_layer()).items()}
-
-
-def with_tensors(module: nn.Module, full: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
-    """A copy of a module, without its hooks, that holds other tensors; the module stays as it is.
-
-    Args:
-        module: The module, sharded or not.
-        full: Parameters and buffers of the copy by their names, after ``prefix``; others are the module's.
-        prefix: Name of the module with a dot at its end, or nothing.
-    """
-    made: Any = object.__new__(original_class(module))
-    for key, value in vars(module).items():
-        own = copy.copy(value) if isinstance(value, (dict, list)) else value
-        made.__dict__[key] = type(value)() if "_hooks" in key else own
-    for name, child in module._modules.items():
-        made._modules[name] = None if child is None else with_tensors(child, full, f"{prefix}{name}.")
-    for tensors in (made._parameters, made._buffers):
-        for name in tensors.keys() & {key.removeprefix(prefix) for key in full}:
-            is_parameter = isinstance(tensors[name], nn.Parameter)
-            tensors[name] = nn.Parameter(full[prefix + name], False) if is_parameter else full[prefix + name]
-    return made

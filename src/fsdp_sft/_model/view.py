@@ -6,9 +6,10 @@ record as long as the model lives, as torch's FSDP2 has one state for each modul
 model inside any wrappers. A copied or unpickled model has none.
 """
 
+import copy
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -186,6 +187,27 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         **dict(inner.named_parameters(remove_duplicate=False)),
         **dict(inner.named_buffers(remove_duplicate=False)),
     }
+
+
+def with_tensors(module: nn.Module, full: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
+    """A copy of a module, without its hooks, that holds other tensors; the module stays as it is.
+
+    Args:
+        module: The module, sharded or not.
+        full: Parameters and buffers of the copy by their names, after ``prefix``; others are the module's.
+        prefix: Name of the module with a dot at its end, or nothing.
+    """
+    made: Any = object.__new__(original_class(module))
+    for key, value in vars(module).items():
+        own = copy.copy(value) if isinstance(value, (dict, list)) else value
+        made.__dict__[key] = type(value)() if "_hooks" in key else own
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else with_tensors(child, full, f"{prefix}{name}.")
+    for tensors in (made._parameters, made._buffers):
+        for name in tensors.keys() & {key.removeprefix(prefix) for key in full}:
+            is_parameter = isinstance(tensors[name], nn.Parameter)
+            tensors[name] = nn.Parameter(full[prefix + name], False) if is_parameter else full[prefix + name]
+    return made
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.conversions import revert_weight_conversion
 from fsdp_sft._compat.fsdp import sharded_as
-from fsdp_sft._model.published import merged_weights, merging_dtype, model_tensors, with_tensors
-from fsdp_sft._model.view import clean_name, reshard
+from fsdp_sft._model.published import merged_weights, merging_dtype, model_tensors
+from fsdp_sft._model.view import clean_name, reshard, with_tensors
 from fsdp_sft._ranks.agree import agreed, tell, this_rank
 from fsdp_sft._tensors.boxes import values_of, whole
 from fsdp_sft._tensors.disk import check_room, write_bytes, write_early
@@ -151,16 +151,15 @@ def _gathered(plan: ExportPlan, first: str, dtype: torch.dtype, gathers: Gathere
     """A full tensor, with adapters merged into it if it has any; None where it is not gathered."""
     fqn, _, leaf = first.rpartition(".")
     layer = plan.merges.get(fqn)
-    if layer is None:
-        return gathers.gather(plan.content.tensors[first], dtype)
-    # A copy: it may be the model's own memory, into which peft would merge.
-    full = {
-        clean_name(key): part.clone()
-        for key, tensor in layer.state_dict(keep_vars=True).items()
-        if (part := gathers.gather(tensor, merging_dtype(tensor))) is not None
+    sources = {leaf: plan.content.tensors[first]} if layer is None else layer.state_dict(keep_vars=True)
+    full = {  # a clone, as it may be the model's own memory, into which peft would merge
+        clean_name(key): part if layer is None else part.clone()
+        for key, tensor in sources.items()
+        if (part := gathers.gather(tensor, dtype if layer is None else merging_dtype(tensor))) is not None
     }
-    merged = gathers.attempt(partial(merged_weights, layer, full)) if full else None
-    return None if merged is None else merged[leaf].to(dtype)
+    if layer is not None and full:
+        full = gathers.attempt(partial(merged_weights, layer, full)) or {}
+    return full[leaf].to(dtype) if full else None
 
 
 class WeightFiles:

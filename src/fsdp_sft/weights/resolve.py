@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdp_sft._model.configs import told_of_format
 from fsdp_sft._process.bounds import MAX_INDEX_BYTES
-from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._quantised.find import check, published
 from fsdp_sft._quantised.settings import CONFIG, OTHER_FILES, read_settings, settings_of
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, while_others_wait
@@ -124,8 +123,9 @@ def resolved_inside(folder: Path, name: str) -> Path:
         is_inside = any(real.is_relative_to(root) for root in roots)
         if is_inside:
             real.stat()
+    except PermissionError:
+        raise  # which says nothing about the file
     except (OSError, RuntimeError, ValueError) as error:  # a name with a NUL byte is a ValueError
-        blame_no_file(error, path)
         raise CheckpointFormatError(
             f"{path!s:.500} cannot be opened: {error}; is the checkpoint complete?"
         ) from None
