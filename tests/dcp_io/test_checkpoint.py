@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import AutoModelForCausalLM
 
 import fsdp_sft as fs
 from fsdp_sft._process.codec import dumps
@@ -243,6 +244,44 @@ def test_nothing_is_deleted_unless_asked_for_and_then_said(
     (record,) = caplog.records
     assert f"deleted step-1, step-2, step-10 from {tmp_path}" in record.getMessage()
     assert record.levelno == logging.WARNING  # Python prints it unless told otherwise
+
+
+class _WithTable(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+
+def _load_into_meta(root: str) -> None:
+    model = tiny_model("qwen2-tied", max_position_embeddings=64)
+    fs.shard_model(model, mesh=mesh_here())
+    fs.save_checkpoint(root, 1, model=model)
+    fs.save_full_state_dict(model, f"{root}/full.safetensors")
+    with torch.no_grad():
+        expected = model(input_ids=_tokens()).logits
+    for source in (root, f"{root}/full.safetensors"):
+        with torch.device("meta"):
+            other: Any = AutoModelForCausalLM.from_config(model.config)
+        fs.shard_model(other, mesh=mesh_here())
+        before = torch.get_rng_state()
+        if source == root:
+            fs.load_checkpoint(root, model=other)
+        else:
+            fs.load_full_state_dict(other, source)
+            assert torch.equal(torch.get_rng_state(), before)
+        with torch.no_grad():
+            assert torch.equal(other(input_ids=_tokens()).logits, expected)
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=r"table.* on the meta device, and belong in no"),
+    ):
+        fs.load_checkpoint(root, model=_WithTable())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_on_the_meta_device_gets_all_of_its_values(ranks: int, tmp_path: Path) -> None:
+    """Those of buffers that are in no file too: rotary tables, for which ``to_empty`` has no values."""
+    run_distributed(_load_into_meta, ranks, str(tmp_path))
 
 
 # --- torch's own distributed checkpoint reads a step of ours, from its folder of shards --------------------

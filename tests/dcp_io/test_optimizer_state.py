@@ -1,5 +1,6 @@
 """State of any optimizer, and of several at once: exact, or refused where it would not come back."""
 
+import collections
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,19 @@ def _round_trip(path: str, kind: str) -> None:
     if kind == "sgd":
         optimizer.state[next(iter(optimizer.state))].update(momentum_buffer=None, count=3)
     optimizer.param_groups[0]["weight_decay"] = 0.25
-    fs.save_checkpoint(path, 1, model=model, optimizer=optimizer)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=9)
+    state = {"schedule": schedule.state_dict(), "last": collections.deque([1.5, 2.5], maxlen=2)}
+    fs.save_checkpoint(path, 1, model=model, optimizer=optimizer, train_state=state)
     target, fresh = _made(kind)
-    fs.load_checkpoint(path, model=target, optimizer=fresh)
+    other = torch.optim.lr_scheduler.LinearLR(fresh, total_iters=7)
+    loaded = fs.load_checkpoint(path, model=target, optimizer=fresh).train_state
+    other.load_state_dict(loaded["schedule"])
+    assert loaded["last"].maxlen == 2
+    assert repr(other.state_dict()) == repr(schedule.state_dict())  # rates that are tensors, too
     assert_same(everything(target, fresh), everything(model, optimizer))
+    for one in (schedule, other):
+        one.step()
+    assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     for a, b in zip(optimizer.state.values(), fresh.state.values(), strict=True):
         assert {k: type(v) for k, v in a.items()} == {k: type(v) for k, v in b.items()}
     torch.manual_seed(5)
@@ -66,6 +76,10 @@ def _round_trip(path: str, kind: str) -> None:
 def test_every_kind_of_optimizer_goes_on_as_it_was(tmp_path: Path) -> None:
     for kind in KINDS:
         _round_trip(f"{tmp_path}/{kind}", kind)
+    model, fused = _made("fused")
+    fused.param_groups[0]["d"] = next(p for p in fused.param_groups[0]["params"]).detach().square().sum()
+    with pytest.raises(TypeError, match=r"\['d'\] is a DTensor"):  # each rank has a part of the sum
+        fs.save_checkpoint(f"{tmp_path}/d", 1, model=model, optimizer=fused)
     model, fused = _made("fused")
     fs.load_checkpoint(f"{tmp_path}/adamw", model=model, optimizer=[fused])  # alone and in a list it is one
     assert fused.param_groups[0]["fused"] is True, "how it is computed stays the optimizer's own"
@@ -319,6 +333,9 @@ def test_what_could_not_be_loaded_is_not_written(tmp_path: Path, monkeypatch: py
     optimizer.state[model.weight] = {"x/y": torch.zeros(2, 2)}
     with pytest.raises(fs.UnstorableStateError, match="without a slash"):
         fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+    for unreadable in ({"file": "caf\udce9.jsonl"}, {2**70: 1}):  # as os.listdir names a file in Latin-1
+        with pytest.raises(fs.CheckpointError, match="could not be loaded again"):
+            fs.save_checkpoint(tmp_path, 1, model=model, rank_state=unreadable)
     state = {f"a tensor of its own {number}": torch.zeros(1) for number in range(3)}
     fs.save_checkpoint(tmp_path, 1, model=model, rank_state=state)
     monkeypatch.setattr("fsdp_sft._tensors.safetensors.MAX_HEADER_BYTES", 900)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_sft as fs
 from tests.harness.models import FLOAT32, tiny_model
@@ -22,6 +23,9 @@ MERGED: dict[str, tuple[str, dict[str, Any]]] = {
     "lora of the head": ("Lora", {**LOW, "target_modules": ["lm_head"]}),
     "lora of the embedding": ("Lora", {**LOW, "target_modules": ["embed_tokens"]}),
     "lora and biases": ("Lora", {**LOW, "bias": "all"}),
+    "lora and tokens": ("Lora", {**LOW, "trainable_token_indices": [3, 5]}),
+    "lora in checkpoint_wrapper": ("Lora", {**LOW, "modules_to_save": ["input_layernorm"]}),
+    "lora in compiled blocks": ("Lora", {**LOW, "modules_to_save": ["input_layernorm"]}),
     "dora": ("Lora", {**LOW, "use_dora": True}),
     "rslora": ("Lora", {**LOW, "use_rslora": True}),
     "saved": ("Lora", {**LOW, "modules_to_save": ["lm_head", "input_layernorm"]}),
@@ -62,7 +66,6 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "lora with a bias": ("Lora", {**LOW, "lora_bias": True}),
     "lora after a token": ("Lora", {**LOW, "alora_invocation_tokens": [1, 2]}),
     "lora of repeated layers": ("Lora", {**LOW, "layer_replication": [[0, 2], [1, 3]]}),
-    "lora and tokens": ("Lora", {**LOW, "trainable_token_indices": [3, 5]}),
     "adaption prompt": ("AdaptionPrompt", {"adapter_len": 3, "adapter_layers": 1}),
     "biases": ("Beft", LINEAR),
     "cartridge": ("Cartridge", VIRTUAL),
@@ -72,7 +75,13 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix projected": ("PrefixTuning", {**VIRTUAL, "prefix_projection": True, "encoder_hidden_size": 16}),
     "prompt": ("PromptTuning", VIRTUAL),
 }
+# Wrappers of blocks, as other libraries put them on: the names of all within have one component more.
+WRAPPED: dict[str, Any] = {
+    "lora in checkpoint_wrapper": checkpoint_wrapper,
+    "lora in compiled blocks": partial(torch.compile, backend="eager"),
+}
 SHARDED = ("dora", "saved", "ia3", "layer norms", "vera", "tokens", "prefix", "prompt", "lora with a bias")
+SHARDED += ("lora and tokens", *WRAPPED)
 IDS = torch.arange(24).view(2, 12)
 
 
@@ -103,6 +112,9 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
     told = {}
     for name, (kind, options) in kinds.items():
         model = _adapted(kind, options)
+        if name in WRAPPED:
+            inner = model.get_base_model().model
+            inner.layers = torch.nn.ModuleList(map(WRAPPED[name], inner.layers))
         if is_sharded:
             fs.shard_model(model.to(device_here()), mesh=mesh_here(), mp_policy=FLOAT32)
         logits, modules, state = _logits(model), list(model.modules()), everything(model)

@@ -15,7 +15,16 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.modules import is_wrapper_subclass
-from fsdp_sft._model.view import base_of, clean_name, is_a, named_tensors, slot, unwrapped, with_tensors
+from fsdp_sft._model.view import (
+    base_of,
+    clean_name,
+    is_a,
+    named_tensors,
+    plain_names,
+    slot,
+    unwrapped,
+    with_tensors,
+)
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import memory_key, memory_of
 from fsdp_sft.errors import UnstorableStateError, UnsupportedModelError, abridged
@@ -35,15 +44,17 @@ def published(model: nn.Module, *, trained: bool = False) -> Iterator[Any]:
     Raises:
         UnsupportedModelError: For adapters that wrap no layer that could replace them.
     """
-    wrappers, base = {**tuner_layers(model), **_saved_modules(model)}, base_of(model)
-    inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
-    try:
-        for fqn, module in inner.items():
-            setattr(*slot(base, fqn), module)
-        yield base
-    finally:
-        for fqn, wrapper in wrappers.items():
-            setattr(*slot(base, fqn), wrapper)
+    base = base_of(model)
+    with plain_names(base):
+        wrappers = {**tuner_layers(model), **_saved_modules(model)}
+        inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
+        try:
+            for fqn, module in inner.items():
+                setattr(*slot(base, fqn), module)
+            yield base
+        finally:
+            for fqn, wrapper in wrappers.items():
+                setattr(*slot(base, fqn), wrapper)
 
 
 def trained_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -78,7 +89,8 @@ def computing(module: nn.Module) -> Any:
 def tuner_layers(model: nn.Module) -> dict[str, Any]:
     """The outermost layers that hold adapters by FQN in the base model, as peft made them one by one."""
     found: dict[str, Any] = {}
-    for fqn, module in base_of(model).named_modules():
+    for name, module in base_of(model).named_modules():
+        fqn = clean_name(name).removesuffix(".token_adapter")  # within peft's wrapper of an embedding
         if is_a(module, "BaseTunerLayer", "peft") and not fqn.startswith(f"{next(reversed(found), None)}."):
             found[fqn] = module
     return found
@@ -102,6 +114,8 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
     """The module inside a wrapper of peft."""
     if is_a(wrapper, "ModulesToSaveWrapper", "peft"):
         return cast(nn.Module, computing(wrapper) if trained else wrapper.original_module)
+    if is_a(wrapper, "TrainableTokensWrapper", "peft"):
+        return cast(nn.Module, wrapper.original_module)
     if is_a(wrapper, "BaseTunerLayer", "peft") and getattr(wrapper, "base_layer", None) is not None:
         layer = wrapper.get_base_layer()
         if layer is wrapper.base_layer or all(is_a(one, "ParamWrapper", "peft") for one in nested(wrapper)):
@@ -206,9 +220,8 @@ def model_tensors(model: nn.Module, doing: str = "") -> ModelTensors:
     on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if on_meta:
         raise ValueError(
-            f"{len(on_meta)} tensors of {type(model).__name__} are on the meta device ({on_meta[0]}, ...): "
-            "give them memory with model.to_empty(device=...) and compute the non-persistent buffers "
-            "again, or load the base model with load_weights, which does both"
+            f"{len(on_meta)} tensors of {type(model).__name__} are on the meta device ({on_meta[0]}, ...) "
+            "and have no values: load_weights, load_checkpoint or load_full_state_dict gives them some"
         )
     own = {memory_key(tensor) for tensor in live.values()}
     saved = {memory_key(tensor) for tensor in tensors.values()}

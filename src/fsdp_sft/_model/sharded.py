@@ -1,19 +1,37 @@
-"""A sharded model: its mesh, its device, and what its gradients must not have."""
+"""A sharded model: its mesh, its device, its memory, and what its gradients must not have."""
+
+from collections.abc import Collection
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._compat.fsdp import gradient_divide_factors, native_axes
-from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
-from fsdp_sft._model.view import record_of, replicas_of, replicated_by, reshard, unwrapped
+from fsdp_sft._compat.fsdp import gradient_divide_factors, keeps_shards_on_host, native_axes
+from fsdp_sft._compat.models import initialise_computed
+from fsdp_sft._compat.modules import apply_to_tensors, has_grad_hooks, has_hooks
+from fsdp_sft._model.published import published
+from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._model.view import (
+    clean_name,
+    named_tensors,
+    record_of,
+    replicas_of,
+    replicated_by,
+    reshard,
+    slot,
+    transformers_models,
+    unwrapped,
+)
+from fsdp_sft._process.devices import resolve_device
+from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import DP_REPLICATE, layer_axes
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 
-def training_mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
+def training_mesh_of(model: nn.Module) -> DeviceMesh | None:
     """The mesh of a model that all ranks of the job train together; None for a model of this process alone.
 
     Raises:
@@ -29,7 +47,7 @@ def training_mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
     return mesh
 
 
-def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """The mesh on which a model was sharded, or None for an ordinary model.
 
     For a model that ``shard_model`` has not sharded it is that of the parameters; inside
@@ -63,7 +81,7 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
     return DeviceMesh.from_group(replicas, device_type, mesh_dim_names=(DP_REPLICATE,))
 
 
-def _mesh_of_parameters(model: torch.nn.Module) -> DeviceMesh | None:
+def _mesh_of_parameters(model: nn.Module) -> DeviceMesh | None:
     """The mesh of a model's parameters that shows how rows are distributed; None without shards.
 
     It is the largest, and not that of layers of which ranks have different ones, such as experts.
@@ -75,7 +93,7 @@ def _mesh_of_parameters(model: torch.nn.Module) -> DeviceMesh | None:
     )
 
 
-def refuse_changed_gradients(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+def refuse_changed_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Refuse gradients that are not the ranks' mean: of another divisor, or with hooks that do not run.
 
     Raises:
@@ -91,7 +109,7 @@ def refuse_changed_gradients(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     refuse_hooks(model, are_shards=True)
 
 
-def refuse_hooks(model: torch.nn.Module, *, are_shards: bool) -> None:
+def refuse_hooks(model: nn.Module, *, are_shards: bool) -> None:
     """Refuse trained parameters with hooks that do not run once the model is sharded.
 
     Args:
@@ -117,7 +135,74 @@ def refuse_hooks(model: torch.nn.Module, *, are_shards: bool) -> None:
         )
 
 
-def compute_device(model: torch.nn.Module) -> torch.device:
+def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
+    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest on the device that computes.
+
+    Args:
+        model: The model.
+        packed: Ids of the parameters that get none, since their shards will be packed.
+
+    Returns:
+        The device of the shards.
+    """
+    named = named_tensors(model)
+    sharded = [tensor for tensor in named.values() if isinstance(tensor, DTensor)]
+    device = next(iter(named.values())).device
+    if sharded and sharded[0].device_mesh.device_type != "cpu":
+        device = resolve_device(None)  # a mesh says only the type
+    elif sharded or device.type == "meta":
+        device = torch.device("cpu")
+    shard_device = torch.device("cpu") if keeps_shards_on_host(model) else device
+    made: dict[int, torch.Tensor] = {}
+    for name, tensor in named.items():
+        if tensor.is_meta and not isinstance(tensor, DTensor):
+            if id(tensor) not in made:
+                fresh = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+            setattr(*slot(model, name), made[id(tensor)])
+
+    def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta or id(tensor) in packed:
+            return tensor
+        # Not DTensor.from_local, which moves shards that stay on the host to the mesh's device.
+        return torch.empty_like(tensor, device=shard_device)
+
+    if any(tensor.is_meta for tensor in sharded):
+        apply_to_tensors(model, with_memory)
+    return shard_device
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give a model on the meta device memory and its computed buffers, for a file of all else; others stay.
+
+    Raises:
+        ValueError: If it has buffers on the meta device that belong in no file, and that transformers does
+            not compute.
+    """
+    with published(model) as base:
+        tensors, computed = named_tensors(base), dict[str, torch.Tensor]()
+        if not any(tensor.is_meta for tensor in tensors.values()):
+            return
+        with unmoved():
+            for prefix, inner in transformers_models(base):
+                own = initialise_computed(meta_twin(inner), set())
+                computed.update({prefix + name: value for name, value in own.items()})
+        in_files = {*map(clean_name, base.state_dict()), *computed}
+        lost = [name for name, tensor in tensors.items() if tensor.is_meta and name not in in_files]
+        if lost:
+            raise ValueError(
+                f"{abridged(lost)} of {type(base).__name__} are on the meta device, and belong in no file: "
+                "give the model memory with model.to_empty(device=...), and these buffers values, before"
+            )
+    materialise(model)
+    with published(model) as base:
+        for name in computed.keys() & tensors.keys():
+            value = computed[name].to(base.get_buffer(name).device, tensors[name].dtype)
+            setattr(*slot(base, name), value)
+
+
+def compute_device(model: nn.Module) -> torch.device:
     """The device on which ``model`` computes, which with CPU offload is not that of its shards."""
     mesh = mesh_of(model)
     if mesh is None:

@@ -10,6 +10,7 @@ import copy
 import os
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -169,9 +170,34 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: clean_name(name) for name, parameter in unwrapped(model).named_parameters()}
 
 
+# Names under which torch.compile(module) and checkpoint_wrapper hold a module: a part of every FQN in it.
+_WITHIN = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
 def clean_name(name: str) -> str:
-    """An FQN without the components that torch.compile(model) and checkpoint_wrapper add."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    """An FQN without the components that torch.compile(module) and checkpoint_wrapper add."""
+    return name.replace(f"{_WITHIN[0]}.", "").replace(f"{_WITHIN[1]}.", "")
+
+
+@contextmanager
+def plain_names(model: nn.Module) -> Iterator[None]:
+    """Take such wrappers out of a model, so that its modules and tensors have the names of a plain one."""
+    found = [
+        (parent, name, child)
+        for parent in [*model.modules()]
+        for name, child in parent._modules.items()
+        if child is not None and child._modules.keys() & set(_WITHIN)
+    ]
+    try:
+        for parent, name, child in found:
+            inner: nn.Module | None = child
+            while inner is not None and (keys := [key for key in _WITHIN if key in inner._modules]):
+                inner = inner._modules[keys[0]]
+            parent._modules[name] = inner
+        yield
+    finally:
+        for parent, name, child in found:
+            parent._modules[name] = child
 
 
 def slot(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -15,6 +15,7 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, R
 # JSON has no tuples, and only strings as keys. Such values become JSON objects with this key.
 _TAG = "__fsdp_sft__"
 _SEQUENCES = (tuple, deque, torch.Size)
+_MOST_NUMBERS = 1024  # of a tensor that is written as JSON, such as a scheduler's rates
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
@@ -22,10 +23,10 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = Non
 
     Args:
         value: Dicts (with string, integer or other plain keys), lists, tuples, strings, numbers, booleans
-            and None. NaN and infinities are kept.
+            and None; NaN and infinities are kept. Plain tensors of 1 to 1,024 numbers come back on the CPU.
         where: Name of ``value`` in an error, such as ``"train_state"``.
-        tensors: Dict to which tensors are added under their key paths, and with which bytes are allowed too;
-            None refuses both.
+        tensors: Dict to which all tensors are added under their key paths, and with which bytes are allowed
+            too; None refuses bytes.
 
     Raises:
         TypeError: For any other value; the message names its key path.
@@ -34,7 +35,8 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = Non
         return value
     if type(value) in (list, *_SEQUENCES):
         items = [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
-        return items if type(value) is list else {_TAG: type(value).__name__, "items": items}
+        length = {"maxlen": value.maxlen} if type(value) is deque and value.maxlen is not None else {}
+        return items if type(value) is list else {_TAG: type(value).__name__, "items": items, **length}
     if type(value) in (dict, OrderedDict, Counter):
         return _encode_dict(value, where, tensors)
     if isinstance(value, torch.dtype):
@@ -44,12 +46,15 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = Non
     if tensors is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
         tensors[where] = value
         return {_TAG: "tensor", "key": where}
+    if type(value) is torch.Tensor and 0 < value.numel() <= _MOST_NUMBERS and not value.is_meta:
+        numbers = encode(value.detach().cpu().tolist(), where)
+        return {_TAG: "numbers", "dtype": encode(value.dtype, where), "items": numbers}
     if tensors is not None and type(value) is bytes:
         return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
     raise TypeError(
         f"{where} is a {type(value).__name__}, which JSON cannot hold: "
         + (
-            "plain tensors belong in rank_state, or in the model as buffers; a number is tensor.item()"
+            "plain tensors have 1 to 1,024 numbers; others belong in rank_state, or in the model as buffers"
             if isinstance(value, torch.Tensor)
             else "use dicts, lists, tuples, strings, numbers, booleans and None"
         )
@@ -73,13 +78,16 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any
         return (tensors or {})[value["key"]]
     if kind == "bytes":
         return base64.b64decode(value["base64"], validate=True)
+    if kind == "numbers":
+        return torch.tensor(value["items"], dtype=decode(value["dtype"]))
     if kind == "dtype" and isinstance(dtype := getattr(torch, str(value["name"])), torch.dtype):
         return dtype  # and no other attribute of torch
     if kind in ("dict", "Counter"):
         pairs = {_checked(decode(key)): decode(item, tensors) for key, item in value["items"]}
         return pairs if kind == "dict" else Counter(pairs)
     sequence: Any = {cls.__name__: cls for cls in _SEQUENCES}[kind]
-    return sequence(decode(item, tensors) for item in value["items"])
+    items = [decode(item, tensors) for item in value["items"]]
+    return deque(items, value["maxlen"]) if "maxlen" in value else sequence(items)
 
 
 def dumps(value: Any, *, canonical: bool = True) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_sft._model.sharded import give_memory
 from fsdp_sft._model.view import record_of, reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.generators import set_generator_states
@@ -286,8 +287,8 @@ def load_checkpoint(
 
     Args:
         path_or_root: Folder of one step, or root of all steps, of which the newest is taken.
-        model: Model to load into, with the names, shapes and dtypes that were saved; with memory, not on the
-            meta device.
+        model: Model to load into, with the names, shapes and dtypes that were saved. On the meta device it
+            gets memory, and its buffers that are in no file are computed as by ``load_weights``.
         optimizer: Its optimizer, or all of them as a list in any order, with the same parameters in the same
             groups; None loads none of their state, of which a later ``train_step`` warns.
         verify: Whether to compare every file's checksum, each file on one rank. False compares names, sizes
@@ -307,7 +308,7 @@ def load_checkpoint(
         CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences. Or
             if a module or an optimizer has not taken everything that it was given, which is checked at the
             end.
-        ValueError: If the model is on the meta device.
+        ValueError: If the model is on the meta device, with buffers that belong in no file.
 
     Collective: all ranks; all raise the same error.
     Memory: The optimizer's state if it had none, and a buffer of 1 MiB (for an accelerator two of 8 MiB) for
@@ -356,6 +357,8 @@ def _load_step(
     Collective: all ranks.
     """
     rng = rank_state = train_state = None
+    with agreed(f"giving the model memory for {folder}"):
+        give_memory(model)
     base = packed_base(model)
     with agreed(f"checking the model against {folder}"):
         tensors, sources = match_model(folder, manifest, model, base)

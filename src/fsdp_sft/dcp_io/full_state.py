@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._model.published import ModelTensors, match_tensors, model_tensors
+from fsdp_sft._model.sharded import give_memory
 from fsdp_sft._model.view import reshard
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.boxes import box_of, local_of
@@ -98,7 +99,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         path: A safetensors file that all ranks see, as ``save_full_state_dict`` writes it.
 
     Raises:
-        ValueError: If the model is on the meta device.
+        ValueError: If the model is on the meta device, with buffers that belong in no file.
         CheckpointNotFoundError: If a rank does not see the file.
         CheckpointCorruptError: If it is cut short, or no safetensors file.
         CheckpointMismatchError: If it is of another model; the message lists the differences.
@@ -115,6 +116,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     reshard(model)
     with agreed(f"preparing to load {source_path}"):
         refuse_packed(model, source_path)
+        give_memory(model)
         content = model_tensors(model, "loading the full state")
         if not source_path.is_file():
             raise CheckpointNotFoundError(f"there is no file {source_path} (as rank {this_rank()} sees it)")

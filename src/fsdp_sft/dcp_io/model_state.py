@@ -20,7 +20,7 @@ from fsdp_sft._model.published import (
     refuse_merged,
     settings_apart,
 )
-from fsdp_sft._model.view import base_of, kept_of
+from fsdp_sft._model.view import base_of, clean_name, kept_of
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
@@ -88,7 +88,8 @@ def packed_base(model: nn.Module) -> dict[str, str] | None:
     Collective: all ranks.
     """
     base = base_of(model)
-    weights, shards = kept_of(base, PackedWeights), _packed(dict(base.named_parameters()))
+    named = {clean_name(name): parameter for name, parameter in base.named_parameters()}
+    weights, shards = kept_of(base, PackedWeights), _packed(named)
     if weights is None or not shards:
         return None
     own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]

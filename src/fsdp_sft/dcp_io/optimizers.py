@@ -161,7 +161,7 @@ def content_of_one(
                     values.setdefault(fqn, {})[name] = encode(value, f"optimizer state {name!r} of {fqn}")
         # A tensor, such as a learning rate, is exact as a number: a float64 holds every float32.
         numbers = {
-            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            key: value.item() if type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1 else value
             for key, value in group.items()
             if key != "params"
         }

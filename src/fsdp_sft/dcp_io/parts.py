@@ -173,6 +173,7 @@ def rank_parts(rank_state: Any, optimizer: Mapping[str, Any]) -> list[Part]:
     Raises:
         TypeError: If ``rank_state`` has a value that cannot be stored in either way; the message names its
             key path.
+        CheckpointError: If it could not be read again.
     """
     tensors: dict[str, torch.Tensor] = {}
     content = {
@@ -181,6 +182,10 @@ def rank_parts(rank_state: Any, optimizer: Mapping[str, Any]) -> list[Part]:
         "optimizer": encode(optimizer, "optimizer", tensors),
     }
     text = checked_size(dumps(content, canonical=False), "rank_state")
+    try:
+        decode(parse_json(text, "it"), tensors)  # as a load would do it
+    except MALFORMED as error:
+        raise CheckpointError(f"what is to be saved could not be loaded again: {error}") from error
     own = f"{RANK}{this_rank()}"
     every = {own: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     every |= {f"{own}.{path}": tensor.detach() for path, tensor in tensors.items()}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft._compat.conversions import revert_weight_conversion
 from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._model.published import merged_weights, merging_dtype, model_tensors
-from fsdp_sft._model.view import clean_name, reshard, with_tensors
+from fsdp_sft._model.view import clean_name, plain_names, reshard, with_tensors
 from fsdp_sft._ranks.agree import agreed, tell, this_rank
 from fsdp_sft._tensors.boxes import values_of, whole
 from fsdp_sft._tensors.disk import check_room, write_bytes, write_early
@@ -387,7 +387,7 @@ def export_adapter(
         ['README.md', 'adapter_config.json', 'adapter_model.safetensors']
     """
     model = reshard(model)
-    with new_folder(out_dir, overwrite=overwrite) as export:
+    with plain_names(model), new_folder(out_dir, overwrite=overwrite) as export:
         with agreed(f"preparing to export to {export.target}"):
             name, wanted = _saved_by_peft(model)
         gatherer = Gatherer()

@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.conversions import keep_used_conversions
-from fsdp_sft._compat.fsdp import adopt_shards, keeps_shards_on_host, put_shard
+from fsdp_sft._compat.fsdp import adopt_shards, put_shard
 from fsdp_sft._compat.models import initialise_computed
-from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.published import published, trained_copies
+from fsdp_sft._model.sharded import materialise
 from fsdp_sft._model.view import named_tensors, slot
-from fsdp_sft._process.devices import resolve_device
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, this_rank
@@ -150,45 +149,7 @@ def _reads(plan: LoadPlan, target: Target, tensor: torch.Tensor, *, compare: boo
         yield from plan.stored[piece.key].reads(piece, box, local, compare=compare)
 
 
-# What no checkpoint holds: memory, computed buffers, initialised keys, rows of new tokens.
-
-
-def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
-    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest on the device that computes.
-
-    Args:
-        model: The model.
-        packed: Ids of the parameters that get none, since their shards will be packed.
-
-    Returns:
-        The device of the shards.
-    """
-    named = named_tensors(model)
-    sharded = [tensor for tensor in named.values() if isinstance(tensor, DTensor)]
-    device = next(iter(named.values())).device
-    if sharded and sharded[0].device_mesh.device_type != "cpu":
-        device = resolve_device(None)  # a mesh says only the type
-    elif sharded or device.type == "meta":
-        device = torch.device("cpu")
-    shard_device = torch.device("cpu") if keeps_shards_on_host(model) else device
-    made: dict[int, torch.Tensor] = {}
-    for name, tensor in named.items():
-        if tensor.is_meta and not isinstance(tensor, DTensor):
-            if id(tensor) not in made:
-                fresh = torch.empty_like(tensor, device=device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
-            setattr(*slot(model, name), made[id(tensor)])
-
-    def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta or id(tensor) in packed:
-            return tensor
-        # Not DTensor.from_local, which moves shards that stay on the host to the mesh's device.
-        return torch.empty_like(tensor, device=shard_device)
-
-    if any(tensor.is_meta for tensor in sharded):
-        apply_to_tensors(model, with_memory)
-    return shard_device
+# What no checkpoint holds: computed buffers, initialised keys, rows of new tokens.
 
 
 @torch.no_grad()
