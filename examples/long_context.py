@@ -81,7 +81,7 @@ def read_rows(path: Path) -> list[Any]:
         if path.suffix == ".json":
             rows = json.loads(text)
         elif path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             rows = [{"text": text}] if text.strip() else []
     except (OSError, ValueError) as error:

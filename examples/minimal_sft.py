@@ -65,7 +65,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def read_rows(path: Path) -> list[dict]:
     text = path.read_text(encoding="utf-8")
-    return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    lines = [line for line in text.split("\n") if line.strip()]  # splitlines cuts at U+2028 in a text too
+    return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in lines]
 
 
 def compute_dtype(choice: str, context: fs.DistributedContext) -> torch.dtype:

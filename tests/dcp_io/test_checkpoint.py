@@ -246,36 +246,27 @@ def test_nothing_is_deleted_unless_asked_for_and_then_said(
     assert record.levelno == logging.WARNING  # Python prints it unless told otherwise
 
 
-class _WithTable(torch.nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 2)
-        self.register_buffer("table", torch.ones(2), persistent=False)
-
-
+@torch.no_grad()
 def _load_into_meta(root: str) -> None:
     model = tiny_model("qwen2-tied", max_position_embeddings=64)
     fs.shard_model(model, mesh=mesh_here())
     fs.save_checkpoint(root, 1, model=model)
     fs.save_full_state_dict(model, f"{root}/full.safetensors")
-    with torch.no_grad():
-        expected = model(input_ids=_tokens()).logits
-    for source in (root, f"{root}/full.safetensors"):
+    expected, before = model(input_ids=_tokens()).logits, torch.get_rng_state()
+    for load in (
+        lambda other: fs.load_full_state_dict(other, f"{root}/full.safetensors"),
+        lambda other: fs.load_checkpoint(root, model=other),
+    ):
         with torch.device("meta"):
             other: Any = AutoModelForCausalLM.from_config(model.config)
         fs.shard_model(other, mesh=mesh_here())
-        before = torch.get_rng_state()
-        if source == root:
-            fs.load_checkpoint(root, model=other)
-        else:
-            fs.load_full_state_dict(other, source)
-            assert torch.equal(torch.get_rng_state(), before)
-        with torch.no_grad():
-            assert torch.equal(other(input_ids=_tokens()).logits, expected)
-    with (
-        torch.device("meta"),
-        pytest.raises(ValueError, match=r"table.* on the meta device, and belong in no"),
-    ):
-        fs.load_checkpoint(root, model=_WithTable())
+        load(other)
+        assert torch.equal(other(input_ids=_tokens()).logits, expected)
+        assert torch.equal(torch.get_rng_state(), before)
+    other = torch.nn.Linear(3, 2, device="meta")
+    other.register_buffer("table", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match=r"table.* on the meta device, and belong in no"):
+        fs.load_checkpoint(root, model=other)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -333,7 +333,7 @@ def test_what_could_not_be_loaded_is_not_written(tmp_path: Path, monkeypatch: py
     optimizer.state[model.weight] = {"x/y": torch.zeros(2, 2)}
     with pytest.raises(fs.UnstorableStateError, match="without a slash"):
         fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
-    for unreadable in ({"file": "caf\udce9.jsonl"}, {2**70: 1}):  # as os.listdir names a file in Latin-1
+    for unreadable in ({"file": "row\udce9.jsonl"}, {2**70: 1}):  # as os.listdir names a file in Latin-1
         with pytest.raises(fs.CheckpointError, match="could not be loaded again"):
             fs.save_checkpoint(tmp_path, 1, model=model, rank_state=unreadable)
     state = {f"a tensor of its own {number}": torch.zeros(1) for number in range(3)}

@@ -38,7 +38,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "shards that stay on the host loaded onto the device",
-        "weights/fill.py",
+        "_model/sharded.py",
         "        return torch.empty_like(tensor, device=shard_device)",
         "        return torch.empty_like(tensor, device=device)",
         LOAD,

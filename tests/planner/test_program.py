@@ -68,7 +68,9 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
     model = _model(tmp_path / "model", base)
     program, data, output = tmp_path / "train.py", tmp_path / "chats.jsonl", tmp_path / "run"
     assert main([*JOB, "--model", str(model), "--no-compile", *options, "--write", str(program)]) == 0
-    data.write_text("\n".join(CHATS[:200]), encoding="utf-8")
+    chat = {"messages": [{"role": role, "content": "a\u2028b"} for role in ("user", "assistant")]}
+    lines = [*CHATS[:200], "", json.dumps(chat, ensure_ascii=False)]  # which splitlines would cut
+    data.write_text("\n".join(lines), encoding="utf-8")
     words = f"--data {data} --output {output} --steps 12 --save-every 3 --lr 5e-3 --resume auto"
     killed = _ranks(program, words)
     deadline = time.monotonic() + 500
@@ -81,13 +83,15 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
     assert [rank.wait(10)[0] for rank in killed] == [-signal.SIGKILL] * 2
     for code, text in [rank.wait() for rank in _ranks(program, words)]:
         assert code == 0, text[-3000:]
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in log if "loss" in line}
     assert sorted(losses) == list(range(1, 13))
     assert losses[12] < losses[1]
-    assert lines[-1]["eval_loss"] > 0
+    assert log[-1]["eval_loss"] > 0
     assert (output / "export" / "config.json").exists()
-    assert sum("loss" in line for line in lines) < 24, "the second run went on where the first was"
+    assert sum("loss" in line for line in log) < 24, "the second run went on where the first was"
+    code, text = Program(program, *words.split()).wait()
+    assert (code, "nothing to do" in text) == (0, True), "a scheduler would start what has failed again"
 
 
 def test_a_plan_that_it_does_not_write_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

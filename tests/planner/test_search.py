@@ -2,13 +2,14 @@
 
 import random
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3VLMoeConfig
 
 from fsdp_sft import NoPlanError, Run, estimate_memory, plan_run
 from fsdp_sft._process.gpus import GIB, MIB, gpu_named
@@ -17,6 +18,7 @@ from fsdp_sft.planner.command import plan_table
 from fsdp_sft.planner.estimate import budget_of
 from tests.planner.families import LLAMA_8B, QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
 
+SMALL_JOB: dict[str, Any] = {"num_gpus": 2, "seq_length": 64, "global_batch_size": 4, "gpu": "h100"}
 MIXTURE = MixtralConfig(
     vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, num_local_experts=8,
@@ -219,11 +221,52 @@ def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.C
 def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on(
     options: dict[str, Any], parts: list[str]
 ) -> None:
-    job: dict[str, Any] = {"num_gpus": 2, "seq_length": 64, "global_batch_size": 4, "gpu": "h100"}
-    code = plan_run(TINY, **job, **options)[0].code()
+    code = plan_run(TINY, **SMALL_JOB, **options)[0].code()
     assert code.startswith(parts[0])
     assert all(part in code for part in parts)
     assert ("mp_policy" in code, "frozen_dtype" in code) == ("param_dtype" in options, "lora_rank" in options)
+
+
+WITHOUT_SDPA = GptOssConfig(num_hidden_layers=2, num_local_experts=4)
+VISION = Qwen3VLMoeConfig(
+    text_config={
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 64,
+    },
+    vision_config={
+        "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64,
+    },
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "there", "absent"),
+    [
+        (MIXTURE, {"lora_rank": 4, "ep_size": 2}, "target_modules=['q_proj', 'k_proj',", "all-linear"),
+        (VISION, {"ep_size": 2}, "freeze_towers(model)\nfs.shard_model(model, mesh=mesh, frozen_", "peft"),
+        (VISION, {"frozen_dtype": torch.float32}, "frozen_dtype=torch.float32", "ep_size"),
+        (WITHOUT_SDPA, {"attention_mask": False}, "ResumableSampler", "varlen"),
+        (WITHOUT_SDPA, {"attention_mask": False, "cp": 2}, "PackedSampler", "varlen"),
+    ],
+    ids=["experts are not adapted", "towers are frozen", "as given", "no packs", "packs of shared rows"],
+)
+def test_the_code_of_a_plan_trains_what_is_planned(
+    config: Any, options: dict[str, Any], there: str, absent: str
+) -> None:
+    code = plan_run(config, **SMALL_JOB, **options, compile=False)[0].code()
+    assert (there in code, absent in code) == (True, False), code
+
+
+def test_a_plan_of_all_logits_has_the_memory_of_its_code() -> None:
+    """``prepare_loss(impl="logits")`` computes the cross entropy in float32."""
+    plan = plan_run(TINY, **SMALL_JOB, loss_impl="logits")[0]
+    assert plan.peak_bytes == estimate_memory(TINY, replace(plan.run, logits_dtype=torch.float32)).peak_bytes
+
+
+def test_a_group_that_shares_rows_takes_its_share_of_the_batch() -> None:
+    job: dict[str, Any] = {"num_gpus": 8, "seq_length": 131072, "global_batch_size": 8, "gpu": "4090"}
+    with pytest.raises(NoPlanError, match="What would fit: GPUs with"):  # cp=8 would accumulate 8 gradients
+        plan_run(LLAMA_8B, **job, attention_mask=False)
 
 
 # --- GPUs by name, and how much of their memory tensors can have -------------------------------------------

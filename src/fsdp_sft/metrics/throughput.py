@@ -210,11 +210,11 @@ def model_flops_per_token(config: PreTrainedConfig, seq_length: int) -> int:
     as in Narayanan et al. 2021 (Megatron-LM), appendix, https://arxiv.org/abs/2104.04473.
     """
     text = copy.deepcopy(config.get_text_config(decoder=True))
-    by_module = _linear_in_length(text)
+    by_module = _linear_in_length(text, config)
     fixed, growth = by_module["Global"]
     total = fixed + growth * seq_length
     for name, (_, growth) in by_module.items():
-        layer = re.fullmatch(r"\w+(\.\w+)?\.(layers|h|blocks)\.(\d+)", name)
+        layer = re.fullmatch(r"\w+(\.\w+){0,2}\.(layers|h|blocks)\.(\d+)", name)
         if layer is not None:
             total -= growth * (seq_length - _context(text, int(layer[3]), seq_length))
     return round(3 * total)
@@ -242,13 +242,16 @@ def peak_flops_per_second(device: torch.device | str | int | None = None) -> flo
     return None if known is None else known.flops_per_second
 
 
-def _linear_in_length(text: PreTrainedConfig) -> dict[str, tuple[float, float]]:
+def _linear_in_length(text: PreTrainedConfig, whole: PreTrainedConfig) -> dict[str, tuple[float, float]]:
     """FLOPs of a token's forward in each module, as (a, b) of a + b * length; "Global" is the whole model."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     with torch.device("meta"):
         # The counter has formulas for the matmuls of "eager", and "batched_mm" runs the active experts alone.
-        model = AutoModelForCausalLM.from_config(text, attn_implementation="eager")
+        try:
+            model = AutoModelForCausalLM.from_config(text, attn_implementation="eager")
+        except ValueError:  # a decoder that transformers has within its composite alone, as Qwen-VL's
+            model = AutoModelForImageTextToText.from_config(whole, attn_implementation="eager")
     model.set_experts_implementation("batched_mm")
     scans = {type(part).__name__ for part in model.modules() if _SCANS.search(type(part).__name__)}
     if scans:

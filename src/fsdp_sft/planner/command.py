@@ -47,7 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> None:
     """Print the plans, the memory and the code of the fastest one; write it as a program."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if args.plans < 1:
+        raise ValueError(f"--plans must be at least 1, got {args.plans}")
+    if Path(args.model).is_file():  # its config, beside which the weights are
+        args.model = str(Path(args.model).parent)
     options = {name: value for name, value in vars(args).items() if value is not None}
     given: dict[str, Any] = {
         field.name: dtypes.get(options[field.name], options[field.name])
@@ -153,14 +157,24 @@ $imports
 import fsdp_sft as fs
 
 
+def read_rows(path):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\\n"), start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise SystemExit(f"{path}, line {number} is not JSON: {error}") from error
+
+
 def train(args, guard):
     context = fs.init_distributed()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained($model_repr)
-    lines = args.data.read_text(encoding="utf-8").splitlines()
     rows, counts = fs.filter_rows(
-        [json.loads(line) for line in lines], tokenizer, max_length=$length
+        list(read_rows(args.data)), tokenizer, max_length=$length
     )
+    if len(rows) < 2:
+        raise SystemExit(f"{counts}: it takes 2 rows, one to train on and one to test with")
     test_rows, rows = rows[::20], [row for i, row in enumerate(rows) if i % 20]
     collate = fs.SFTCollator(tokenizer, max_length=$length)
     if context.is_main:
@@ -228,8 +242,9 @@ if __name__ == "__main__":
     parser.add_argument("--save-every", type=int, default=100, help="optimizer steps")
     parser.add_argument("--resume", choices=["auto"], help="it always goes on by itself")
     arguments = parser.parse_args()
-    if (arguments.output / "export").exists():
-        raise SystemExit(f"{arguments.output}/export is there already: nothing to do")
+    if (arguments.output / "export").exists():  # success, or a scheduler would start it again
+        print(f"{arguments.output}/export is there already: nothing to do")
+        raise SystemExit(0)
     with fs.PreemptionGuard() as guard:
         train(arguments, guard)
 ''')
@@ -257,9 +272,15 @@ def write_program(path: str | os.PathLike[str], plan: RunPlan, model: str, gpu: 
     code = plan.code(model).splitlines()
     loop = next(number for number, line in enumerate(code) if line.startswith("loader = "))
     imports = [line for line in code[:loop] if line.startswith("import ")]
-    setup = [line.replace("lr=...", "lr=args.lr") for line in code[:loop] if line not in imports]
+    setup = [
+        line.replace("lr=...", "lr=args.lr").replace("momentum=...", "momentum=0.9")
+        for line in code[:loop]
+        if line not in imports
+    ]
     setup.remove("fs.init_distributed()")
-    nodes, per_node = -(-run.num_gpus // gpu.gpus_per_node), min(run.num_gpus, gpu.gpus_per_node)
+    # As many on each node, which torchrun's one number is: 12 GPUs in nodes of 8 are twice 6.
+    per_node = max(n for n in range(1, gpu.gpus_per_node + 1) if run.num_gpus % n == 0)
+    nodes = run.num_gpus // per_node
     launch = f"torchrun --standalone --nproc-per-node {per_node}"
     if nodes > 1:  # on each node
         launch = (

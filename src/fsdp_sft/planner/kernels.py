@@ -265,6 +265,11 @@ def micro_batch(model: Any, run: Run, ledger: Ledger) -> Iterator[dict[str, Any]
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids) if run.attention_mask else None}
         return
     check_shareable(model, run.cp)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "the loss of a mixture's router is not computed where ranks share rows: plan with "
+            "output_router_logits=False in the config, and call prepare_loss(model, router_loss='off')"
+        )
     positions = torch.zeros((rows, each * run.cp), dtype=torch.int64, device="meta")
     padding = torch.ones_like(positions, dtype=torch.bool) if run.attention_mask else None
     whole = WholeRows(

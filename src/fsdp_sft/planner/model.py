@@ -72,6 +72,7 @@ class Skeleton:
         parameters: Number of parameters of the whole model; tied ones count once.
         active_parameters: Number of parameters that one token passes through.
         experts: Number of experts in each layer that expert parallelism can distribute; empty if none.
+        adapted: Names of the layers that have adapters.
     """
 
     config: Any
@@ -86,6 +87,7 @@ class Skeleton:
     parameters: int
     active_parameters: int
     experts: tuple[int, ...] = ()
+    adapted: tuple[str, ...] = ()
     towers: tuple[Group, ...] = ()
     gathers_embedding_again: bool = False
     begins_backward: nn.Module | None = None
@@ -137,9 +139,10 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     if settings is not None:
         check(settings)
     blocks = tuple(decoder_blocks(model).values())
+    adapted: tuple[str, ...] = ()
     if lora is not None:
         model.requires_grad_(False)
-        _add_lora(blocks, *lora)
+        adapted = _add_lora(blocks, *lora)
     towers = tuple(towers_of(model))
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
@@ -172,6 +175,7 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
         parameters=total,
         active_parameters=total - _idle_expert_parameters(model, config),
         experts=tuple(experts.values()),
+        adapted=adapted,
         embedding=embedding,
         head=head,
         towers=tower_groups,
@@ -231,8 +235,8 @@ class _LoraLinear(nn.Module):
         return self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
 
 
-def _add_lora(blocks: Sequence[nn.Module], rank: int, targets: tuple[str, ...]) -> None:
-    """Add adapters to the named linear layers of the blocks."""
+def _add_lora(blocks: Sequence[nn.Module], rank: int, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """Add adapters to the named linear layers of the blocks; returns the names of those layers."""
     chosen = [
         (block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module)
         for block in blocks
@@ -245,6 +249,7 @@ def _add_lora(blocks: Sequence[nn.Module], rank: int, targets: tuple[str, ...]) 
         raise ValueError(f"lora_targets={targets!r} names no linear layer of the blocks")
     for parent, name, module in chosen:
         setattr(parent, name, _LoraLinear(module, rank))
+    return tuple(dict.fromkeys(name for _, name, _ in chosen))
 
 
 def _idle_expert_parameters(model: nn.Module, config: Any) -> int:

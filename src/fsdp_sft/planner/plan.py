@@ -30,6 +30,7 @@ class RunPlan:
         time: Predicted seconds of an optimizer step, by part.
         usable_bytes: Memory of a GPU that tensors can have.
         relative_speed: Speed relative to the first plan, which has 1.0.
+        attention: What transformers chooses for the model: ``"sdpa"``, or ``"eager"`` for what has no other.
     """
 
     run: Run
@@ -37,6 +38,7 @@ class RunPlan:
     time: StepTime
     usable_bytes: int
     relative_speed: float = 1.0
+    attention: str = "sdpa"
 
     @property
     def peak_bytes(self) -> int:
@@ -91,7 +93,7 @@ class RunPlan:
 
     def code(self, model: str = "MODEL") -> str:
         """The calls of this library with this plan's arguments, for a training script; fill in ``...``."""
-        return "\n".join(_code(self.run, model))
+        return "\n".join(_code(self.run, model, has_varlen=self.attention == "sdpa"))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in JSON types: memory in bytes, times in seconds, speed of one GPU."""
@@ -125,8 +127,8 @@ _OPTIMIZERS = {
 }
 
 
-def _code(run: Run, model: str) -> Iterator[str]:
-    """Lines of code that run a plan."""
+def _code(run: Run, model: str, *, has_varlen: bool) -> Iterator[str]:
+    """Lines of code that run a plan; ``has_varlen``: whether the model can attend within rows of a pack."""
     imports = {"import peft": run.lora_rank, "import torchao.optim": run.optimizer == "adamw8bit"}
     yield from (line for line, is_used in imports.items() if is_used)
     yield "fs.init_distributed()"
@@ -134,13 +136,13 @@ def _code(run: Run, model: str) -> Iterator[str]:
     yield f"mesh = fs.build_mesh({mesh})"
     yield from _model(run, model)
     changes = {
-        "fs.use_varlen_attention(model)": not run.attention_mask,
+        "fs.use_varlen_attention(model)": has_varlen and not run.attention_mask,
         "fs.use_context_parallel(model, mesh=mesh)": run.shares_rows,
         "fs.prepare_loss(model, impl='logits')": run.loss_impl == "logits",
     }
     yield from (line for line, is_used in changes.items() if is_used)
     yield f"optimizer = {_OPTIMIZERS[run.optimizer]}"
-    if run.attention_mask:
+    if run.attention_mask or not (has_varlen or run.shares_rows):
         size = run.micro_batch_size
         yield f"loader = DataLoader(rows, {size}, sampler=fs.ResumableSampler(rows), collate_fn=...)"
     else:  # a pack has the tokens of a micro-batch
@@ -173,6 +175,7 @@ def _model(run: Run, name: str) -> Iterator[str]:
         "mp_policy": (policy, usual_policy),
     }
     frozen = repr(run.packed or run.kept_dtype())
+    usual_frozen = frozen if run.frozen_dtype is None else ""  # what load_pretrained takes by itself
     is_placed = run.sac_ratio and run.sac_placement != "even"
     ratio, placement = repr(str(run.sac_ratio)), (repr(run.sac_placement), "'even'")
     apply_sac = f"fs.apply_sac({_arguments('model', ratio, placement=placement)})"
@@ -182,20 +185,21 @@ def _model(run: Run, name: str) -> Iterator[str]:
             "compile": (str(run.compile), "False"),
             **shard,
             "peft_config": (lora if run.lora_rank else "None", "None"),
-            "frozen_dtype": (frozen, str(run.param_dtype if run.lora_rank else run.master_dtype)),
+            "frozen_dtype": (frozen, usual_frozen),
         }
         yield f"model = fs.load_pretrained({_arguments(repr(name), 'mesh=mesh', **all_at_once)})"
         if is_placed:
             yield apply_sac
         return
     yield f"model = fs.build_meta_model({_arguments(repr(name), dtype=shard['master_dtype'])})"
+    yield "fs.freeze_towers(model)"
     if run.lora_rank:
         yield f"model = fs.add_adapters(model, {lora})"
     if run.sac_ratio:
         yield apply_sac
     if run.compile:
         yield "fs.compile_blocks(model)"
-    shard["frozen_dtype"] = frozen, "" if run.lora_rank else str(run.master_dtype)
+    shard["frozen_dtype"] = frozen, "" if run.lora_rank else usual_frozen
     yield f"fs.shard_model({_arguments('model', 'mesh=mesh', **shard, ep_size=(str(run.ep_size), '1'))})"
     yield f"fs.load_weights(model, {name!r})"
 

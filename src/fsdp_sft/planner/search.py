@@ -8,6 +8,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
+from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._process.gpus import GIB
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.estimate import MemoryEstimate, budget_of, estimate, fits
@@ -97,6 +100,8 @@ def plan_run(
             "plan_run finds grad_accum_steps from the global batch; give micro_batch_size to fix it"
         )
     given = {"micro_batch_size": 1, "compile": True, **estimate_options}
+    if given.get("loss_impl") == "logits":
+        given = {"logits_dtype": torch.float32, **given}  # as prepare_loss(impl="logits") of a plan's code
     first = Run(num_gpus=num_gpus, seq_length=seq_length, **given)
     shares = first.data_ranks
     if global_batch_size % shares:
@@ -113,6 +118,10 @@ def plan_run(
         )
     usable = budget_of(first.device, num_gpus, gpu_memory_bytes).usable_bytes
     skeleton = build_skeleton(config, first)
+    if first.lora_rank and first.lora_targets is None and skeleton.experts:
+        first = replace(first, lora_targets=skeleton.adapted)  # peft's all-linear adapts experts as well
+    if first.ep_size > 1 and first.frozen_dtype is None and skeleton.towers:
+        first = replace(first, frozen_dtype=first.param_dtype)
     found = _fitting(skeleton, first, estimate_options, share, usable)
     fused = _fused(first, estimate_options)
     if fused != first and (not found or min(found, key=_seconds).estimate.peak_phase == "optimizer"):
@@ -181,7 +190,13 @@ def _least_checkpointed(
         if memory(ratios[-1]).peak_bytes <= limit:
             ratio = next(ratio for ratio in ratios if memory(ratio).peak_bytes <= limit)
             chosen = replace(run, sac_ratio=ratio)
-            yield RunPlan(chosen, memory(ratio), step_time(skeleton, chosen), usable)
+            yield RunPlan(
+                chosen,
+                memory(ratio),
+                step_time(skeleton, chosen),
+                usable,
+                attention=attention_of(skeleton.model),
+            )
 
 
 # --- what fits at all -------------------------------------------------------------------------------------
@@ -211,7 +226,8 @@ def _what_would_fit(
     for option, changes in _LEANER.items():
         with contextlib.suppress(UnsupportedModelError, ValueError):  # the model may not allow it
             other = replace(lean, **changes)
-            other = replace(other, grad_accum_steps=share // other.micro_batch_size)
+            of_group = share * run.data_ranks // other.data_ranks
+            other = replace(other, grad_accum_steps=of_group // other.micro_batch_size)
             # A base is not rounded where adapters on another fit.
             if "--lora 16" not in " ".join(leaner) and fits(
                 build_skeleton(skeleton.config, other), other, memory_bytes
