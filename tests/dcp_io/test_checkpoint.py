@@ -269,6 +269,7 @@ def _load_into_meta(root: str) -> None:
         fs.load_checkpoint(root, model=other)
 
 
+@pytest.mark.usefixtures("fresh_memory_is_nan")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_on_the_meta_device_gets_all_of_its_values(ranks: int, tmp_path: Path) -> None:
     """Those of buffers that are in no file too: rotary tables, for which ``to_empty`` has no values."""
