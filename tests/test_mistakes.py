@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
 from fsdp_sft._ranks import agree
@@ -92,6 +93,7 @@ def test_a_checkpoint_without_its_optimizer(tmp_path: Path) -> None:
         ("made in time and loaded", None),
         ("made after the load", "made after load_checkpoint sets its first rates again"),
         ("not loaded", "goes on from step 2 and its LambdaLR begins at 0"),
+        ("changed by hand", None),
     ],
 )
 def test_a_schedule_of_a_loaded_optimizer(tmp_path: Path, way: str, words: str | None) -> None:
@@ -115,6 +117,9 @@ def test_a_schedule_of_a_loaded_optimizer(tmp_path: Path, way: str, words: str |
     schedule = schedule or scheduled(optimizer)
     if way != "not loaded":
         schedule.load_state_dict(loaded.train_state["s"])
+    if way == "changed by hand":
+        optimizer.param_groups[0]["lr"] *= 0.5
+        schedule.base_lrs = [0.5 * rate for rate in schedule.base_lrs]
     told = [_step(model, optimizer, scheduler=schedule) for _ in range(2)]
     assert [[words in text for text in texts] for texts in told] == [[True] * (words is not None), []]
 
@@ -373,6 +378,7 @@ OWN = (
 
 
 def test_arguments_of_another_kind(llama: Any, tmp_path: Path) -> None:
+    learned, ids = tiny_model("gpt2", n_positions=16), torch.arange(3, 21)[None]
     calls: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         "tokenizer must be a tokenizer, .* got a str": (
             TypeError,
@@ -381,6 +387,16 @@ def test_arguments_of_another_kind(llama: Any, tmp_path: Path) -> None:
         "tokenizer must be a tokenizer, .* got a list": (TypeError, lambda: fs.filter_rows(object(), [{}])),
         "their number, got str": (TypeError, lambda: fs.ResumableSampler("rows.jsonl")),
         "their number, got generator": (TypeError, lambda: fs.ResumableSampler(r for r in ())),
+        "in_order=False hands out": (
+            ValueError,
+            lambda: fs.windows(
+                DataLoader(ids, 1, sampler=fs.ResumableSampler(1), num_workers=1, in_order=False), 1
+            ),
+        ),
+        r"a row has 18 tokens, and GPT2LMHeadModel has a table of 16 positions": (
+            fs.BatchError,
+            lambda: fs.train_step(learned, [{"input_ids": ids, "labels": ids}], _sgd(learned)),
+        ),
         r"such as torch\.bfloat16, got 'half a byte'": (
             ValueError,
             lambda: fs.export_hf(llama, tmp_path / "out", dtype="half a byte"),

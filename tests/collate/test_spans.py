@@ -228,6 +228,43 @@ _NO_SYSTEM = (
 )
 
 
+# Tags around the last answer; a block of reasoning in front of each, which no prompt has; and the id of a
+# call where others print its name, as Kimi's templates do.
+LAST_ALONE, ALWAYS_A_BLOCK, BY_ID = (
+    ct.CHATML.replace(*change)
+    for change in (
+        (
+            "{{ message.content }}",
+            "{% if loop.last %}{% generation %}{{ message.content }}{% endgeneration %}"
+            "{% else %}{{ message.content }}{% endif %}",
+        ),
+        (
+            "{{ message.content }}",
+            "{{ ('<think></think>' if message.role == 'assistant' else '') + message.content }}",
+        ),
+        (
+            ct._CALLS,
+            "{% for c in message.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}"
+            "{% endfor %}",
+        ),
+    )
+)
+# The second one is found by the text in its arguments, which is not its name.
+CALLED, NAMELESS = (
+    {
+        "messages": [
+            *chat("a")["messages"],
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": name, "function": {"name": "find", "arguments": arguments}}],
+            },
+        ]
+    }
+    for name, arguments in (("functions.find:0", {"n": 1}), ("c1", {"city": "Rome"}))
+)
+
+
 @pytest.mark.parametrize(
     ("template", "row", "reason"),
     [
@@ -237,6 +274,7 @@ _NO_SYSTEM = (
         # The user's own text stays in the second rendering, so it must not look like a header.
         (POLITE, chat("please <|im_start|>assistant\nc", "b"), "depends on the message's content"),
         (_NO_SYSTEM + ct.GEMMA, chat(("system", "s"), "a", "b"), "System role not supported; change the row"),
+        (BY_ID, NAMELESS, "does not print the name of a tool of message 1, 'find'"),
     ],
 )
 def test_a_row_that_a_template_does_not_take_is_refused(template, row, reason):
@@ -245,14 +283,27 @@ def test_a_row_that_a_template_does_not_take_is_refused(template, row, reason):
 
 
 @pytest.mark.parametrize(
-    ("template", "row", "expected"),
+    ("template", "row", "expected", "options"),
     [
-        (tagged("nowhere"), TWO_ANSWERS, "(note)⟦b<|im_end|>⟧(note)⟦c<|im_end|>⟧"),
-        (POLITE, chat("a, please", "b"), "⟦b<|im_end|>⟧\n"),
+        (tagged("nowhere"), TWO_ANSWERS, "(note)⟦b<|im_end|>⟧(note)⟦c<|im_end|>⟧", {}),
+        (POLITE, chat("a, please", "b"), "⟦b<|im_end|>⟧\n", {}),
+        (LAST_ALONE, chat("a", "b", "c", "d"), "assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+         "<|im_start|>assistant\n⟦d<|im_end|>⟧\n", {}),
+        (ALWAYS_A_BLOCK, chat("a", "b"), "assistant\n<think></think>⟦b<|im_end|>⟧\n", {}),
+        (ct.CHATML, chat("a", "<think>\n</think>\nb"), "⟦<think>\n</think>\nb<|im_end|>⟧\n", {}),
+        (ct.CHATML, chat("a", "<think>\n</think>\nb"), "</think>\n⟦b<|im_end|>⟧\n",
+         {"train_reasoning": False}),
+        (ct.CHATML, chat("a", "Close it with </think> here."), "⟦Close it with </think> here.<|im_end|>⟧\n",
+         {"train_reasoning": False}),
+        (ct.CHATML, chat("a", "Write <think>x</think>."), "⟦Write <think>x</think>.<|im_end|>⟧\n",
+         {"train_reasoning": False}),
+        (ct.CHATML, chat(" ", "b"), "user\n <|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n",
+         {"train_on": {"user", "assistant"}}),
+        (BY_ID, CALLED, '⟦functions.find:0{"n": 1}<|im_end|>⟧\n', {}),
     ],
-)
-def test_a_row_that_is_nearly_refused(template, row, expected):
-    assert shown(row, ct.byte_tokenizer("chatml", template=template)).endswith(expected)
+)  # fmt: skip
+def test_a_row_that_is_nearly_refused(template, row, expected, options):
+    assert shown(row, ct.byte_tokenizer("chatml", template=template), **options).endswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,10 @@ class TestModelFlops:
         text = FAMILIES["gemma3-text"]()
         config = transformers.Gemma3Config(text_config=text.to_dict())
         assert model_flops_per_token(config, SEQ) == model_flops_per_token(text, SEQ)
-        fields = {**GQA, "head_dim": 24}  # a decoder that is in its composite alone
-        vision = transformers.Qwen3VLConfig(text_config=fields)
-        assert model_flops_per_token(vision, SEQ) == model_flops_per_token(
-            transformers.Qwen3Config(**fields), SEQ
-        )
+        # A decoder that is in its composite alone.
+        assert model_flops_per_token(
+            transformers.Qwen3VLConfig(text_config={**GQA, "head_dim": 24}), SEQ
+        ) == model_flops_per_token(transformers.Qwen3Config(**GQA, head_dim=24), SEQ)
 
     @pytest.mark.parametrize(
         ("config", "scans"),

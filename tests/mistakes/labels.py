@@ -6,6 +6,34 @@ ATTENTION_MASK = '"attention_mask": padded([[1] * len(chat.input_ids) for chat i
 LABELS = '"labels": padded([chat.labels for chat in chats], length, IGNORE_INDEX),'
 MISTAKES = [
     Mistake(
+        "an answer outside of the template's tags is trained",
+        "collate/spans.py",
+        "if not says_all or at.message in owned or not self._answers(at)]",
+        "if not says_all or at.message in owned or True]",
+        ("tests/collate/test_spans.py::test_a_row_that_is_nearly_refused",),
+    ),
+    Mistake(
+        "a call without a name is trained",
+        "collate/spans.py",
+        '            occurs(text[other.start : other.end], name := call["function"]["name"])\n',
+        '            bool(name := call["function"]["name"])\n',
+        ("tests/collate/test_spans.py::test_a_row_that_a_template_does_not_take_is_refused",),
+    ),
+    Mistake(
+        "an empty block of reasoning that the template prints is trained",
+        "collate/spans.py",
+        "            length = empty.end() if empty else 0\n",
+        "            length = 0\n",
+        ("tests/collate/test_spans.py::test_a_row_that_is_nearly_refused",),
+    ),
+    Mistake(
+        "an answer that speaks of a think tag is taken for reasoning",
+        "collate/layout.py",
+        ' and "</think>" in text[position:] and not answers',
+        ' and "</think>" in text[position:]',
+        ("tests/collate/test_spans.py::test_a_row_that_is_nearly_refused",),
+    ),
+    Mistake(
         "an answer without a text ends where that of a like conversation does",
         "collate/spans.py",
         "all(at.start < at.end for at in layout.places)",
@@ -15,8 +43,8 @@ MISTAKES = [
     Mistake(
         "which messages are trained is that of the first conversation with these texts around",
         "collate/spans.py",
-        "key = (*sorted(wanted), options",
-        "key = (options",
+        "key = (*sorted(wanted), *modes",
+        "key = (*modes",
         ("tests/collate/test_mask_oracle.py::test_conversations_alike_get_the_labels_that_each_gets_alone",),
     ),
     Mistake(
@@ -205,7 +233,7 @@ MISTAKES = [
     Mistake(
         "an empty block of reasoning is trained",
         "collate/spans.py",
-        'return 0 if self.options.empty_reasoning == "train" else length',
+        "return 0 if is_trained else length",
         "return 0",
         ("tests/collate/test_mask_oracle.py",),
     ),

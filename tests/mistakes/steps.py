@@ -6,6 +6,27 @@ TRAINED = ("tests/step/test_between.py",)
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "a loader whose batches come in any order is resumed",
+        "step/loader.py",
+        'not getattr(loader, "in_order", True):',
+        "False:",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "a row beyond a table of positions ends in one rank's error",
+        "step/checks.py",
+        "0 < most < length and _has_table_of(model, most):",
+        "0 < most < length and False:",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "a count of one's own is forgotten beside weights of tokens",
+        "step/window.py",
+        "counts = not is_own and objective.count_fn is None",
+        "counts = not is_own",
+        ("tests/step/test_own_loss.py",),
+    ),
+    Mistake(
         "parameters that stay gathered after a backward have no norm",
         "step/update.py",
         "    reshard(model)  # parameters that stay gathered",

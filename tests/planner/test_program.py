@@ -69,8 +69,7 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
     program, data, output = tmp_path / "train.py", tmp_path / "chats.jsonl", tmp_path / "run"
     assert main([*JOB, "--model", str(model), "--no-compile", *options, "--write", str(program)]) == 0
     chat = {"messages": [{"role": role, "content": "a\u2028b"} for role in ("user", "assistant")]}
-    lines = [*CHATS[:200], "", json.dumps(chat, ensure_ascii=False)]  # which splitlines would cut
-    data.write_text("\n".join(lines), encoding="utf-8")
+    data.write_text("\n".join([*CHATS[:200], "", json.dumps(chat, ensure_ascii=False)]), encoding="utf-8")
     words = f"--data {data} --output {output} --steps 12 --save-every 3 --lr 5e-3 --resume auto"
     killed = _ranks(program, words)
     deadline = time.monotonic() + 500

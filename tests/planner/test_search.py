@@ -258,15 +258,15 @@ def test_the_code_of_a_plan_trains_what_is_planned(
 
 
 def test_a_plan_of_all_logits_has_the_memory_of_its_code() -> None:
-    """``prepare_loss(impl="logits")`` computes the cross entropy in float32."""
-    plan = plan_run(TINY, **SMALL_JOB, loss_impl="logits")[0]
+    plan = plan_run(TINY, **SMALL_JOB, loss_impl="logits")[0]  # which computes the cross entropy in float32
     assert plan.peak_bytes == estimate_memory(TINY, replace(plan.run, logits_dtype=torch.float32)).peak_bytes
 
 
 def test_a_group_that_shares_rows_takes_its_share_of_the_batch() -> None:
-    job: dict[str, Any] = {"num_gpus": 8, "seq_length": 131072, "global_batch_size": 8, "gpu": "4090"}
     with pytest.raises(NoPlanError, match="What would fit: GPUs with"):  # cp=8 would accumulate 8 gradients
-        plan_run(LLAMA_8B, **job, attention_mask=False)
+        plan_run(
+            LLAMA_8B, num_gpus=8, seq_length=131072, global_batch_size=8, gpu="4090", attention_mask=False
+        )
 
 
 # --- GPUs by name, and how much of their memory tensors can have -------------------------------------------

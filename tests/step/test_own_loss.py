@@ -125,6 +125,15 @@ def test_a_loss_of_ones_own_equals_the_single_process(
     assert result.skip_reason == "no targets"
 
 
+def test_a_count_of_ones_own_divides_a_loss_with_weights() -> None:
+    model, (batch, *_) = tiny_model("llama"), ragged_batches(1)
+    plain, given = (
+        fs.evaluate(model, [{**batch, **weights}], count_fn=lambda _: 16)
+        for weights in ({}, {"loss_weights": torch.full(batch["labels"].shape, 0.25)})
+    )
+    assert given.loss == pytest.approx(plain.loss / 4, rel=1e-6)
+
+
 @on_ranks(2, timeout=30)
 def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -> None:
     rank = dist.get_rank()

@@ -293,17 +293,18 @@ class _Marker:
         """The text with a sentinel for each part between think tags; inside them it is reasoning."""
         if "think>" not in text:
             return self._mark_text(text, "reasoning" if thought else "content")
-        # A content that closes a think block without opening it begins inside: the prompt has opened it.
-        closing = text.find("</think>")
-        inside = closing >= 0 and not 0 <= text.find("<think>") < closing
-        marked, position = "", 0
+        # A content that closes a think block without opening it begins inside: the prompt has opened it. A
+        # line ends behind that tag, or else the answer speaks of it.
+        inside = re.match(r"(?:(?!<think>).)*?</think>[^\S\n]*(?:\n|$)", text, re.DOTALL) is not None
+        marked, position, answers = "", 0, False
         for part in THINK.split(text):
             position += len(part)
             if THINK.fullmatch(part):
-                # An opening tag that nothing closes is quoted text.
-                inside = part == "<think>" and "</think>" in text[position:]
+                # An opening tag that nothing closes, or in the middle of an answer, is quoted text.
+                inside = part == "<think>" and "</think>" in text[position:] and not answers
                 marked += part
             else:
+                answers = answers or (not inside and bool(part.strip()))
                 marked += self._mark_text(part, "reasoning" if thought or inside else "content")
         return marked
 
@@ -313,7 +314,9 @@ class _Marker:
         function = dict(call["function"])
         function["arguments"] = self._mark_argument(function["arguments"])
         if len(self.leaves) == known:
-            function["name"] = self._mark_text(function["name"], "name of a tool")
+            name, function["name"] = function["name"], self._mark_text(function["name"], "name of a tool")
+            if name and name in str(call.get("id", "")):  # which Kimi's templates print in place of it
+                call = {**call, "id": call["id"].replace(name, function["name"])}
         return {**call, "function": function}
 
     def _mark_argument(self, value: Any) -> Any:

@@ -76,6 +76,11 @@ from fsdp_sft.errors import ChatTemplateError
 # A tag that opens reasoning in the rendered text.
 _OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*$")
 _NUMBER = re.compile(r"\d+")
+# A block of reasoning without any, whose opening tag the prompt may have written.
+_THINK_TAG, _END_TAG = (rf"[<\[]{end}[^<>\[\]/]*think[^<>\[\]/]*[>\]]\s*" for end in ("", r"(?:/|\|END_)"))
+_EMPTY_BLOCK = re.compile(rf"\s*{_THINK_TAG}{_END_TAG}", re.IGNORECASE)
+_REST_OF_BLOCK = re.compile(rf"\s*{_END_TAG}", re.IGNORECASE)
+_BEGUN_BLOCK = re.compile(rf"{_THINK_TAG}$", re.IGNORECASE)
 _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
 
 
@@ -147,7 +152,8 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
         and all(at.start < at.end for at in layout.places)
     )
     alike = layout.skeleton.edges if is_usual else {}
-    key = (*sorted(wanted), options.empty_reasoning, *(not message["content"] for message in messages))
+    modes = options.empty_reasoning, options.train_reasoning
+    key = (*sorted(wanted), *modes, *(not message["content"] for message in messages))
     if key not in alike:
         finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
         alike[key] = list(finder.turns(text, tags, wanted)), ends, finder.notes
@@ -170,6 +176,17 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
         and id(leaf) not in printed
         and (options.train_reasoning or leaf.part != "reasoning")
     ]
+    # A call whose arguments have texts is found by these: its name may be missing all the same.
+    dropped += [
+        TextSlot(turn.message, (name,), "name of a tool")
+        for turn in turns
+        for call in messages[turn.message].get("tool_calls", ())
+        if not any(
+            occurs(text[other.start : other.end], name := call["function"]["name"])
+            for other in turns
+            if other.message == turn.message
+        )
+    ]
     if not options.train_reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
     return Found(text, messages, sorted(turns, key=lambda turn: turn.start), dropped, list(notes))
@@ -178,7 +195,11 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
 def _wanted(conversation: Conversation, options: EncodeOptions) -> set[int]:
     """Indices of the messages whose role is trained and that are not switched off."""
     roles = options.train_on if isinstance(options.train_on, tuple) else ("assistant",)
-    indices = [i for i, message in enumerate(conversation.messages) if message["role"] in roles]
+    indices = [
+        i
+        for i, message in enumerate(conversation.messages)
+        if message["role"] in roles and (message["role"] == "assistant" or message["content"].strip())
+    ]
     return {i for i in indices[-1 if options.train_on == "last" else 0 :] if conversation.trained[i]}
 
 
@@ -263,6 +284,9 @@ class _TurnFinder:
         """The turns of the wanted messages, narrowed by the template's generation tags."""
         extents = self.layout.extents(self.template, wanted, len(text))
         owned = _tags_by_message(tags, self.layout.places, self.messages)
+        # A template with tags says what is trained: an answer outside of them is not.
+        says_all = sum(map(len, owned.values())) == len(tags) > 0
+        extents = [at for at in extents if not says_all or at.message in owned or not self._answers(at)]
         starts = self.starts(text, extents)
         for extent in extents:
             yield from self.find(text, extent, starts[extent.message], owned.get(extent.message, []))
@@ -286,7 +310,8 @@ class _TurnFinder:
                 f"message {index} does not come after the generation prompt or anything like it; "
                 "is it a second assistant message in a row, or one that follows a tool's?"
             )
-        begin = floor + start + self._supplied(index, text[floor + start : own[0] if own else ceiling], own)
+        begin = floor + start
+        begin += self._supplied(index, text[:begin], text[begin : own[0] if own else ceiling], own)
         last = own[1] if own else floor
         stop_start, end = (
             last + edge for edge in self._stop(index, text[last:ceiling], last, max(0, begin - last), own)
@@ -297,7 +322,13 @@ class _TurnFinder:
         cuts = [first, *(edge for left, right in pairwise(tags) for edge in (left[1], right[0])), end]
         *parts, (begin, _) = zip(cuts[::2], cuts[1::2], strict=True)
         turns = [Turn(index, left, right, right) for left, right in parts]
+        if tags and last > tags[-1][1]:  # a text that the tags leave out, and the end of the turn with it
+            stop_start = end = tags[-1][1]
         return [*turns, Turn(index, begin, stop_start, end)]
+
+    def _answers(self, extent: MessageSpan) -> bool:
+        """Whether a message is an assistant's, with a text."""
+        return extent.own is not None and self.messages[extent.message]["role"] == "assistant"
 
     def _start(self, index: int, floor: int, before: str) -> int | None:
         """Offset at which the generation prompt for an answer and `before` part; None if unknown."""
@@ -371,24 +402,31 @@ class _TurnFinder:
             self.closings[alike] = self._rendered_after(index + 1, last, prompt=False)
         return self.closings[alike]
 
-    def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
+    def _supplied(self, index: int, asked: str, before: str, own: tuple[int, int] | None) -> int:
         """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
 
         They open reasoning, unless the row's own prompt leaves it to the model whether to, or, where none
-        follows, are an empty block of it. `before` is the text from the start of the turn to the message's
-        first leaf.
+        follows, are an empty block of it. `asked` is the text up to the start of the turn, and `before` that
+        from there to the message's first leaf.
         """
-        if not self.facts.supplied or self.messages[index]["role"] != "assistant":
+        if self.messages[index]["role"] != "assistant":
             return 0
         reasons = own is not None and any(
             place.start == own[0] and place.leaf.part == "reasoning" for place in self.layout.places
         )
         lengths = (overlap(one, before) for one in (self.facts.opening if reasons else self.facts.supplied))
         length = max((n for n in lengths if before[:n].strip()), default=0)
+        is_own = (
+            "</think>" in self._edges(index)[0]
+        )  # a block in the row, under a template that knows of none
+        if not reasons and not length and not (is_own and self.options.train_reasoning):
+            empty = (_REST_OF_BLOCK if _BEGUN_BLOCK.search(asked[-64:]) else _EMPTY_BLOCK).match(before)
+            length = empty.end() if empty else 0
         if reasons or not length:
             return length
         self.notes.append("empty_reasoning")
-        return 0 if self.options.empty_reasoning == "train" else length
+        is_trained = self.options.empty_reasoning == "train" and self.options.train_reasoning
+        return 0 if is_trained else length
 
     def _edges(self, index: int) -> tuple[str, str]:
         """White space and think tags of a content before its first sentinel and behind its last one."""

@@ -321,11 +321,9 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
         or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
     ):
         return message
-    return {
-        **message,
-        facts.reasoning_key: (thought if opening else head).strip(),
-        "content": answer.lstrip(),
-    }
+    reasoning = (thought if opening else head).strip()
+    apart = {facts.reasoning_key: reasoning} if reasoning else {}  # an empty one may be printed
+    return {**message, **apart, "content": answer.lstrip()}
 
 
 def render_chat(

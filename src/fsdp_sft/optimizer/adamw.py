@@ -109,7 +109,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 dtype = group["state_dtype"] or parameter.dtype
                 self.state[parameter] = {
                     # On the host; torch's fused optimizers keep theirs on the device.
-                    "step": torch.tensor(float(saved["step"])),
+                    "step": torch.tensor(float(saved["step"]), dtype=torch.float32),
                     **{name: saved[name].to(dtype=dtype, device=parameter.device) for name in _STATES},
                 }
 
@@ -140,7 +140,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 )
             if not state:
                 moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES}
-                state.update({"step": torch.tensor(0.0), **moments})
+                state.update({"step": torch.tensor(0.0, dtype=torch.float32), **moments})
             state["step"] += 1
             _step_one(parameter, state, group, rates[id(group)], place)
         return loss

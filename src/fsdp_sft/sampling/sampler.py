@@ -91,6 +91,7 @@ class Placed(ABC):
 
     def end_epoch(self) -> None:
         """Go to the next epoch if any of the current one has been consumed."""
+        self._drawn = 0  # a tail that the loader drops was drawn too
         if self.position and not self.is_passed_over:
             self.epoch, self.position = self.epoch + 1, 0
 
@@ -140,10 +141,10 @@ class Mixture:
 
     A sampler deals them out: ``ResumableSampler(mixture)`` rows, ``PackedSampler(lengths, mixture=mixture)``
     packs. Every epoch has a fixed number of rows of each data set, spread evenly over it: any section of an
-    epoch has the same proportions, to within a row or two. If an epoch has fewer rows of a data set than
-    there are, the next epoch continues with the remaining ones. If it has more, the data set is repeated,
-    each time in a new order. So after any number of epochs some rows of a data set have come at most once
-    more than the others.
+    epoch has the same proportions, to within a row or two (of 100 data sets, ten). If an epoch has fewer
+    rows of a data set than there are, the next epoch continues with the remaining ones. If it has more, the
+    data set is repeated, each time in a new order. So after any number of epochs some rows of a data set
+    have come at most once more than the others.
 
     Args:
         datasets: The data sets, or their numbers of rows.

@@ -255,7 +255,10 @@ def _measure(model: nn.Module, length: int) -> PackingReport:
     longest = min(most, row_limit(model) or length, length)
     whole, rest = divmod(length - sum(_EARLIER) - _LATER, longest)
     sizes = [*_EARLIER, *[longest] * whole, *[rest] * (rest > 0), _LATER]
-    kept = [torch.linspace(0, size - 1, min(size, _COMPARED)).round().long() for size in sizes]
+    kept = [
+        torch.linspace(0, size - 1, min(size, _COMPARED), dtype=torch.float64).round().long()
+        for size in sizes
+    ]
     starts = accumulate(sizes[:-1], initial=0)
     kept_in_pack = torch.cat([start + keep for start, keep in zip(starts, kept, strict=True)])
     positions = torch.cat([torch.arange(size) for size in sizes])

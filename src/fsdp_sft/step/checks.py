@@ -211,15 +211,18 @@ def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
             "too, so that the learning rate runs through its schedule twice as fast: leave out "
             "scheduler.step(), or scheduler= of train_step"
         )
-    apart = [one for one in schedulers if getattr(one, "last_epoch", 0) and _sets_other_rates(one)]
-    if apart and first_time(model, "other rates"):
+    resumed = loaded_step(model, with_optimizer=True)
+    last = {
+        id(getattr(one, "optimizer", one)): one for one in schedulers
+    }.values()  # of each optimizer's chain
+    apart = [one for one in last if getattr(one, "last_epoch", 0) and _sets_other_rates(one)]
+    if apart and resumed is not None and first_time(model, "other rates"):
         warn_caller(
             f"the learning rates are {[group['lr'] for group in apart[0].optimizer.param_groups]}, and "
             f"{type(apart[0]).__name__} stands at {apart[0].get_last_lr()}: a schedule that is made after "
             "load_checkpoint sets its first rates again. Make it before load_checkpoint, and call its "
             "load_state_dict after it"
         )
-    resumed = loaded_step(model, with_optimizer=True)
     behind = [one for one in schedulers if getattr(one, "last_epoch", None) == 0]
     if resumed and behind and first_time(model, f"scheduler {resumed}"):
         warn_caller(
@@ -230,13 +233,22 @@ def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
 
 
 def _sets_other_rates(scheduler: Any) -> bool:
-    """Whether a schedule's last rates are not those of its optimizer, as far as both are on the host."""
+    """Whether a schedule's last rates are not those of its optimizer, as far as both are on the host.
+
+    Bases and rates that were changed alike, by hand, belong together.
+    """
     last: list[Any] = getattr(scheduler, "get_last_lr", list)()
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
-    pairs = [(rate, group["lr"]) for rate, group in zip(last, groups, strict=False)]
+    bases = getattr(scheduler, "base_lrs", last)
+    known = [
+        (rate, group["lr"], base, group.get("initial_lr", base))
+        for rate, group, base in zip(last, groups, bases, strict=False)
+    ]
     return any(
-        all(getattr(rate, "is_cpu", True) for rate in pair) and not math.isclose(*pair, rel_tol=1e-6)
-        for pair in pairs
+        all(getattr(number, "is_cpu", True) for number in numbers)
+        and not math.isclose(*numbers[:2], rel_tol=1e-6)
+        and not math.isclose(numbers[0] * numbers[2], numbers[1] * numbers[3], rel_tol=1e-6)
+        for numbers in known
     )
 
 
@@ -253,13 +265,18 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> in
         if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise BatchError(  # the embedding's error would be of this rank alone
                 f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
-                "inputs_embeds)"
+                "inputs_embeds, with an attention_mask)"
             )
         if isinstance(batch, Mapping):
             check_ids(model, batch)
             positions: Any = batch.get("position_ids")
             packed = isinstance(positions, torch.Tensor) and positions.numel()
             length = int(positions.max()) + 1 if packed else getattr(ids, "shape", (0,))[-1]
+            if isinstance(most, int) and 0 < most < length and _has_table_of(model, most):
+                raise BatchError(  # the table's error would be of this rank alone, and an assertion on a GPU
+                    f"a row has {length:,} tokens, and {type(unwrapped(model)).__name__.removeprefix('FSDP')}"
+                    f" has a table of {most:,} positions: pass max_length= where rows are encoded"
+                )
             if isinstance(most, int) and 0 < most < length and first_time(model, "length"):
                 warn_caller(
                     f"a row has {length:,} tokens and {type(unwrapped(model)).__name__.removeprefix('FSDP')} "
@@ -273,6 +290,13 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> in
                 check_labels(model, batch, LABEL_KEYS, IGNORE_INDEX)
     # Attention of rows that ranks share is the library's own, and needs no proof; their limits it shares.
     return unverified_pack(model, batches) * (rows_of(model).ranks == 1) if knows_packs else 0
+
+
+def _has_table_of(model: nn.Module, most: int) -> bool:
+    """Whether a model learns an embedding of each position, as GPT-2 and OPT do (which has two more)."""
+    tables = {m for m in unwrapped(model).modules() if isinstance(m, nn.Embedding)}
+    known = getattr(unwrapped(model), "get_input_embeddings", lambda: None)()
+    return any(most <= table.num_embeddings <= most + 2 for table in tables - {known})
 
 
 def look_at_labels(micro_batches: list[Any]) -> None:

@@ -47,7 +47,7 @@ def windows(
         grad_accum_steps: Number of micro-batches in a window; None where ``global_batch`` says it.
         global_batch: Number of rows (of packs, where a batch is one) of a step over all ranks, in place of
             ``grad_accum_steps``: ``global_batch / (the loader's batch size * ranks with rows of their own)``
-            micro-batches make the same steps on any number of ranks.
+            micro-batches. Of rows the steps are the same on any number of ranks; packs are balanced anew.
         mesh: Mesh from ``build_mesh``, which says which ranks share rows; None takes the only one there is.
         map_fn: Function from what the loader yields to the batch that a window has, such as one that renames
             keys. It is called where the loader is read, and may not call other ranks.
@@ -73,8 +73,16 @@ def windows(
     group = row_group(mesh_of_job(mesh))
     if loader is None and (group is None or group.rank() == 0):
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
+    if _resumable(loader) is not None and not getattr(loader, "in_order", True):
+        raise ValueError(
+            "a DataLoader with in_order=False hands out batches as its workers finish them, and a resume "
+            "counts those in front: rows would be left out, and others come twice. Leave in_order out"
+        )
     if global_batch is not None:
-        grad_accum_steps = _accumulated(loader, check_count("global_batch", global_batch), group)
+        rows = check_count("global_batch", global_batch)
+        with agreed("dividing the global batch", max) as decision:
+            decision.told = 0 if loader is None else _accumulated(loader, rows, group)
+        grad_accum_steps = decision.result
     return _windows(loader, check_count("grad_accum_steps", grad_accum_steps), group, map_fn, meter)
 
 

@@ -100,7 +100,8 @@ def measured(batches: Sequence[Any], objective: Objective, rows: Rows) -> list[M
         if not 0 <= targets < math.inf:
             raise ValueError(f"count_fn must return a batch's targets, or their weight, got {targets}")
         targets = targets if first or objective.knows_accuracy else 0.0
-        weighted = not is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
+        counts = not is_own and objective.count_fn is None  # which says by what a loss is divided
+        weighted = counts and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
         weight = weight_of(part) if weighted else targets
         tokens = num_tokens(part, needs_ids=not is_own) if first or not is_own else 0
         found.append(

@@ -284,7 +284,7 @@ _PUT_IN = (
     "gives those of linear layers and parameters their values, the same on every rank; for others load the "
     "base model first, with from_pretrained"
 )
-_ADD_LATER = "Add modules of your own to a model after loading it, or give them memory and values before"
+_ADD_LATER = "Give modules of your own memory and values before"
 
 Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
 
@@ -322,6 +322,6 @@ def account(plan: LoadPlan) -> dict[str, Source]:
         raise CheckpointMismatchError(
             f"nothing says what {abridged(left)} should hold: these tensors are on the meta device, and "
             "neither the checkpoint nor the model's own initialisation has values for them. "
-            f"{_PUT_IN if any('lora_' in name for name in left) else _ADD_LATER}{inner_model(plan.model)}"
+            f"{_PUT_IN if any('lora_' in name for name in left) else _ADD_LATER + inner_model(plan.model)}"
         )
     return sources

@@ -130,7 +130,9 @@ def resolved_inside(folder: Path, name: str) -> Path:
             f"{path!s:.500} cannot be opened: {error}; is the checkpoint complete?"
         ) from None
     if not is_inside:
-        raise CheckpointFormatError(f"{path!s:.500} leads out of its folder, to {real}")
+        raise CheckpointFormatError(
+            f"{path!s:.500} leads out of its folder, to {real}: copy it, or load the folder that has it"
+        )
     return real
 
 
