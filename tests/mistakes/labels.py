@@ -8,8 +8,8 @@ MISTAKES = [
     Mistake(
         "an answer outside of the template's tags is trained",
         "collate/spans.py",
-        "if not says_all or at.message in owned or not self._answers(at)]",
-        "if not says_all or at.message in owned or True]",
+        "            if not says_all\n",
+        "            if True\n",
         ("tests/collate/test_spans.py::test_a_row_that_is_nearly_refused",),
     ),
     Mistake(
@@ -43,8 +43,8 @@ MISTAKES = [
     Mistake(
         "which messages are trained is that of the first conversation with these texts around",
         "collate/spans.py",
-        "key = (*sorted(wanted), *modes",
-        "key = (*modes",
+        "        *sorted(wanted),\n",
+        "",
         ("tests/collate/test_mask_oracle.py::test_conversations_alike_get_the_labels_that_each_gets_alone",),
     ),
     Mistake(
@@ -233,8 +233,8 @@ MISTAKES = [
     Mistake(
         "an empty block of reasoning is trained",
         "collate/spans.py",
-        "return 0 if is_trained else length",
-        "return 0",
+        'return length if self.options.empty_reasoning != "train"',
+        'return 0 if self.options.empty_reasoning != "train"',
         ("tests/collate/test_mask_oracle.py",),
     ),
     Mistake(

@@ -229,8 +229,13 @@ def _spellings(*texts: str) -> Iterator[str]:
 def _mimics(messages: list[Message], template: ChatTemplate) -> bool:
     """Whether a message of another role than the assistant's contains a header or a stop token."""
     marks = (*template.facts().headers, *template.facts().stop_tokens)
-    others = [str(message["content"]) for message in messages if message["role"] != "assistant"]
-    return any(mark.strip() in content for content in others for mark in marks if mark.strip())
+    return any(
+        mark.strip() in str(message["content"])
+        for message in messages
+        if message["role"] != "assistant"
+        for mark in marks
+        if mark.strip()
+    )
 
 
 def _align(skeleton: Skeleton, text: str, leaves: Sequence[TextSlot]) -> list[Place] | None:
@@ -389,5 +394,7 @@ def overlap(prompt: str, text: str) -> int:
 
 def common_length(first: str, second: str) -> int:
     """Length of the longest common prefix."""
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return next(
+        (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )

@@ -363,8 +363,11 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     if arguments is not None and not isinstance(arguments, dict):
         raise ValueError(f"{where}: tool call arguments must be an object, got {shortened(arguments)}")
     function = {"name": inner["name"], "arguments": dict(arguments or {})}
-    call_id = {"id": call["id"]} if call.get("id") is not None else {}
-    return {"type": "function", **call_id, "function": function}
+    return {
+        "type": "function",
+        **({"id": call["id"]} if call.get("id") is not None else {}),
+        "function": function,
+    }
 
 
 def take_flag(message: Message, place: str) -> bool:

@@ -78,9 +78,10 @@ _OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*$")
 _NUMBER = re.compile(r"\d+")
 # A block of reasoning without any, whose opening tag the prompt may have written.
 _THINK_TAG, _END_TAG = (rf"[<\[]{end}[^<>\[\]/]*think[^<>\[\]/]*[>\]]\s*" for end in ("", r"(?:/|\|END_)"))
-_EMPTY_BLOCK = re.compile(rf"\s*{_THINK_TAG}{_END_TAG}", re.IGNORECASE)
-_REST_OF_BLOCK = re.compile(rf"\s*{_END_TAG}", re.IGNORECASE)
-_BEGUN_BLOCK = re.compile(rf"{_THINK_TAG}$", re.IGNORECASE)
+_EMPTY_BLOCK, _REST_OF_BLOCK, _BEGUN_BLOCK = (
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (rf"\s*{_THINK_TAG}{_END_TAG}", rf"\s*{_END_TAG}", rf"{_THINK_TAG}$")
+)
 _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
 
 
@@ -152,8 +153,11 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
         and all(at.start < at.end for at in layout.places)
     )
     alike = layout.skeleton.edges if is_usual else {}
-    modes = options.empty_reasoning, options.train_reasoning
-    key = (*sorted(wanted), *modes, *(not message["content"] for message in messages))
+    key = (
+        *sorted(wanted),
+        *(options.empty_reasoning, options.train_reasoning),
+        *(not message["content"] for message in messages),
+    )
     if key not in alike:
         finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
         alike[key] = list(finder.turns(text, tags, wanted)), ends, finder.notes
@@ -284,9 +288,16 @@ class _TurnFinder:
         """The turns of the wanted messages, narrowed by the template's generation tags."""
         extents = self.layout.extents(self.template, wanted, len(text))
         owned = _tags_by_message(tags, self.layout.places, self.messages)
-        # A template with tags says what is trained: an answer outside of them is not.
+        # A template with tags says what is trained: an answer with a text outside of them is not.
         says_all = sum(map(len, owned.values())) == len(tags) > 0
-        extents = [at for at in extents if not says_all or at.message in owned or not self._answers(at)]
+        extents = [
+            at
+            for at in extents
+            if not says_all
+            or at.message in owned
+            or at.own is None
+            or self.messages[at.message]["role"] != "assistant"
+        ]
         starts = self.starts(text, extents)
         for extent in extents:
             yield from self.find(text, extent, starts[extent.message], owned.get(extent.message, []))
@@ -325,10 +336,6 @@ class _TurnFinder:
         if tags and last > tags[-1][1]:  # a text that the tags leave out, and the end of the turn with it
             stop_start = end = tags[-1][1]
         return [*turns, Turn(index, begin, stop_start, end)]
-
-    def _answers(self, extent: MessageSpan) -> bool:
-        """Whether a message is an assistant's, with a text."""
-        return extent.own is not None and self.messages[extent.message]["role"] == "assistant"
 
     def _start(self, index: int, floor: int, before: str) -> int | None:
         """Offset at which the generation prompt for an answer and `before` part; None if unknown."""
@@ -425,8 +432,7 @@ class _TurnFinder:
         if reasons or not length:
             return length
         self.notes.append("empty_reasoning")
-        is_trained = self.options.empty_reasoning == "train" and self.options.train_reasoning
-        return 0 if is_trained else length
+        return length if self.options.empty_reasoning != "train" or not self.options.train_reasoning else 0
 
     def _edges(self, index: int) -> tuple[str, str]:
         """White space and think tags of a content before its first sentinel and behind its last one."""

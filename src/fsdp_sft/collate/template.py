@@ -194,8 +194,10 @@ class ChatTemplate:
         if thinks:
             thought = {"type": "text", "text": message["reasoning_content"]}
             parts.insert(0, {"type": "thinking", "thinking": [thought]})
-        kept = {key: value for key, value in message.items() if not thinks or key != "reasoning_content"}
-        return {**kept, "content": parts}
+        return {
+            **{key: value for key, value in message.items() if not thinks or key != "reasoning_content"},
+            "content": parts,
+        }
 
     def skeleton(
         self,
@@ -321,9 +323,8 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
         or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
     ):
         return message
-    reasoning = (thought if opening else head).strip()
-    apart = {facts.reasoning_key: reasoning} if reasoning else {}  # an empty one may be printed
-    return {**message, **apart, "content": answer.lstrip()}
+    reasoning = (thought if opening else head).strip()  # an empty one may be printed
+    return {**message, **({facts.reasoning_key: reasoning} if reasoning else {}), "content": answer.lstrip()}
 
 
 def render_chat(
@@ -382,8 +383,13 @@ def _with_json_arguments(messages: list[Message]) -> list[Message]:
     """The messages with arguments of tool calls as JSON strings."""
 
     def changed(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
+        return {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
 
     return [
         {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}

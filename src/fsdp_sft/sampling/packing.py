@@ -124,9 +124,8 @@ class PackedSampler(OrderedSampler[list[int]]):
         }
 
     def _dealt(self, order: list[list[int]], start: int, ranks: int, rank: int) -> list[int]:
-        dealt = deal(order[start : start + ranks], self._weight, ranks)
         # A round's packs are roughly sorted by size; ranks take turns, so that none gets all large ones.
-        return dealt[(rank + start // ranks) % ranks]
+        return deal(order[start : start + ranks], self._weight, ranks)[(rank + start // ranks) % ranks]
 
     def _order(self) -> list[list[int]]:
         if not self.position:

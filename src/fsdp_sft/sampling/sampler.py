@@ -203,8 +203,7 @@ class Mixture:
                 if shuffle:
                     within.uniform_(generator=_generator("place", seed, number, epoch))
                 places.append((torch.arange(count) + within) / count)
-        order = torch.argsort(torch.cat(places), stable=True)
-        return torch.cat(rows)[order].tolist()
+        return torch.cat(rows)[torch.argsort(torch.cat(places), stable=True)].tolist()
 
     def _rows_of(self, number: int, first: int, seed: int, shuffle: bool) -> torch.Tensor:
         """Rows of an epoch of a data set that is repeated without end, the first of which is ``first``."""
