@@ -19,7 +19,7 @@ from fsdp_sft._compat.conversions import (
 from fsdp_sft._compat.models import tied_names
 from fsdp_sft._model.published import published, trained_copies
 from fsdp_sft._model.twin import MTP_LAYERS, meta_twin, text_config
-from fsdp_sft._model.view import inner_model, named_tensors
+from fsdp_sft._model.view import base_of, inner_model, named_tensors
 from fsdp_sft._quantised.settings import IN_16_BITS
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.stored import Piece, Stored
@@ -322,6 +322,7 @@ def account(plan: LoadPlan) -> dict[str, Source]:
         raise CheckpointMismatchError(
             f"nothing says what {abridged(left)} should hold: these tensors are on the meta device, and "
             "neither the checkpoint nor the model's own initialisation has values for them. "
-            f"{_PUT_IN if any('lora_' in name for name in left) else _ADD_LATER + inner_model(plan.model)}"
+            f"{_PUT_IN if any('lora_' in name for name in left) else _ADD_LATER}"
+            f"{inner_model(base_of(plan.model))}"
         )
     return sources
