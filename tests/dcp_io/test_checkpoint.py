@@ -270,10 +270,9 @@ def _load_into_meta(root: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_memory_is_nan")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_model_on_the_meta_device_gets_all_of_its_values(ranks: int, tmp_path: Path) -> None:
+def test_a_model_on_the_meta_device_gets_all_of_its_values(tmp_path: Path) -> None:
     """Those of buffers that are in no file too: rotary tables, for which ``to_empty`` has no values."""
-    run_distributed(_load_into_meta, ranks, str(tmp_path))
+    run_distributed(_load_into_meta, 2, str(tmp_path))
 
 
 # --- torch's own distributed checkpoint reads a step of ours, from its folder of shards --------------------
