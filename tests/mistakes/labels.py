@@ -15,15 +15,15 @@ MISTAKES = [
     Mistake(
         "a call without a name is trained",
         "collate/spans.py",
-        '            occurs(text[other.start : other.end], name := call["function"]["name"])\n',
-        '            bool(name := call["function"]["name"])\n',
+        'name := call["function"]["name"],',
+        'name := "",',
         ("tests/collate/test_spans.py::test_a_row_that_a_template_does_not_take_is_refused",),
     ),
     Mistake(
         "an empty block of reasoning that the template prints is trained",
         "collate/spans.py",
-        "            length = empty.end() if empty else 0\n",
-        "            length = 0\n",
+        "else _EMPTY_BLOCK).match(before)",
+        "else _EMPTY_BLOCK).match(str())",
         ("tests/collate/test_spans.py::test_a_row_that_is_nearly_refused",),
     ),
     Mistake(

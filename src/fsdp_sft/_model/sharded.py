@@ -182,7 +182,7 @@ def give_memory(model: nn.Module) -> None:
     """
     with published(model) as base:
         tensors, computed = named_tensors(base), dict[str, torch.Tensor]()
-        if not any(tensor.is_meta for tensor in tensors.values()):
+        if not any(tensor.is_meta for named in (tensors, named_tensors(model)) for tensor in named.values()):
             return
         with unmoved():
             for prefix, inner in transformers_models(base):
@@ -197,7 +197,7 @@ def give_memory(model: nn.Module) -> None:
             )
     materialise(model)
     with published(model) as base:
-        for name in computed.keys() & tensors.keys():
+        for name in (name for name in computed.keys() & tensors.keys() if tensors[name].is_meta):
             value = computed[name].to(base.get_buffer(name).device, tensors[name].dtype)
             setattr(*slot(base, name), value)
 

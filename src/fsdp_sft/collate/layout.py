@@ -320,8 +320,8 @@ class _Marker:
         function["arguments"] = self._mark_argument(function["arguments"])
         if len(self.leaves) == known:
             name, function["name"] = function["name"], self._mark_text(function["name"], "name of a tool")
-            if name and name in str(call.get("id", "")):  # which Kimi's templates print in place of it
-                call = {**call, "id": call["id"].replace(name, function["name"])}
+            if str(call.get("id")).startswith(f"functions.{name}:"):  # which Kimi's templates print instead
+                call = {**call, "id": call["id"].replace(name, function["name"], 1)}
         return {**call, "function": function}
 
     def _mark_argument(self, value: Any) -> Any:

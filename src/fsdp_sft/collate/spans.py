@@ -181,16 +181,16 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
         and (options.train_reasoning or leaf.part != "reasoning")
     ]
     # A call whose arguments have texts is found by these: its name may be missing all the same.
-    dropped += [
-        TextSlot(turn.message, (name,), "name of a tool")
-        for turn in turns
-        for call in messages[turn.message].get("tool_calls", ())
-        if not any(
-            occurs(text[other.start : other.end], name := call["function"]["name"])
-            for other in turns
-            if other.message == turn.message
-        )
-    ]
+    for index in {turn.message for turn in turns if "tool_calls" in messages[turn.message]}:
+        edges = [edge for turn in turns if turn.message == index for edge in (turn.start, turn.end)]
+        dropped += [
+            TextSlot(index, (name,), "name of a tool")
+            for call in messages[index]["tool_calls"]
+            if not occurs(
+                text[edges[0] : max(*edges, *(p.end for p in layout.places if p.leaf.message == index))],
+                name := call["function"]["name"],
+            )
+        ]
     if not options.train_reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
     return Found(text, messages, sorted(turns, key=lambda turn: turn.start), dropped, list(notes))
@@ -423,12 +423,14 @@ class _TurnFinder:
         )
         lengths = (overlap(one, before) for one in (self.facts.opening if reasons else self.facts.supplied))
         length = max((n for n in lengths if before[:n].strip()), default=0)
-        is_own = (
-            "</think>" in self._edges(index)[0]
-        )  # a block in the row, under a template that knows of none
-        if not reasons and not length and not (is_own and self.options.train_reasoning):
-            empty = (_REST_OF_BLOCK if _BEGUN_BLOCK.search(asked[-64:]) else _EMPTY_BLOCK).match(before)
-            length = empty.end() if empty else 0
+        if not (reasons or length or (self.options.train_reasoning and "</think>" in self._edges(index)[0])):
+            # The template prints one that no prompt has; a block of the row's own is its text.
+            length = len(
+                (
+                    (_REST_OF_BLOCK if _BEGUN_BLOCK.search(asked[-64:]) else _EMPTY_BLOCK).match(before)
+                    or [""]
+                )[0]
+            )
         if reasons or not length:
             return length
         self.notes.append("empty_reasoning")

@@ -212,9 +212,8 @@ def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
             "scheduler.step(), or scheduler= of train_step"
         )
     resumed = loaded_step(model, with_optimizer=True)
-    last = {
-        id(getattr(one, "optimizer", one)): one for one in schedulers
-    }.values()  # of each optimizer's chain
+    # Of a chain of schedules the last has the rates.
+    last = {id(getattr(one, "optimizer", one)): one for one in schedulers}.values()
     apart = [one for one in last if getattr(one, "last_epoch", 0) and _sets_other_rates(one)]
     if apart and resumed is not None and first_time(model, "other rates"):
         warn_caller(
