@@ -145,9 +145,9 @@ MISTAKES = [
     ),
     Mistake(
         "a plan's adapters of a mixture are those that peft puts on experts too",
-        "planner/search.py",
-        "first.lora_targets is None and skeleton.experts:",
-        "first.lora_targets is None and False:",
+        "planner/model.py",
+        "run.lora_targets is None and self.experts:",
+        "run.lora_targets is None and False:",
         ("tests/planner/test_search.py",),
     ),
     Mistake(

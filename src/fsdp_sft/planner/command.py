@@ -17,7 +17,7 @@ from fsdp_sft._model.configs import config_of
 from fsdp_sft._process.gpus import GB, GIB, Gpu
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.estimate import budget_of
-from fsdp_sft.planner.plan import RunPlan
+from fsdp_sft.planner.plan import RunPlan, usual_rate
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.search import plan_run
 
@@ -300,7 +300,7 @@ def write_program(path: str | os.PathLike[str], plan: RunPlan, model: str, gpu: 
         micro_batch=run.micro_batch_size,
         accum=run.grad_accum_steps,
         step=f"{step}, scheduler=scheduler",
-        rate="1e-4" if run.lora_rank else "1e-5",
+        rate=usual_rate(run),
     )
     with Path(path).open("x", encoding="utf-8") as file:
         file.write(text)

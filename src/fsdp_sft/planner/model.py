@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +99,14 @@ class Skeleton:
         silent = {block for i, block in enumerate(self.blocks) if i not in set(self.kinds)}
         modules = [module for _, module in self.model.named_modules(memo=silent)]  # passes over these blocks
         return tuple(t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
+
+    def run_of_code(self, run: Run) -> Run:
+        """The run with what the code of a plan has to say, where the calls' defaults train something else."""
+        if run.lora_rank and run.lora_targets is None and self.experts:
+            run = replace(run, lora_targets=self.adapted)  # peft's all-linear adapts experts as well
+        if run.is_made_in_steps and run.frozen_dtype is None and self.towers:
+            run = replace(run, frozen_dtype=run.param_dtype)
+        return run
 
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:

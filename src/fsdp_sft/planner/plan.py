@@ -179,7 +179,7 @@ def _model(run: Run, name: str) -> Iterator[str]:
     is_placed = run.sac_ratio and run.sac_placement != "even"
     ratio, placement = repr(str(run.sac_ratio)), (repr(run.sac_placement), "'even'")
     apply_sac = f"fs.apply_sac({_arguments('model', ratio, placement=placement)})"
-    if run.ep_size == 1:
+    if not run.is_made_in_steps:
         all_at_once = {
             "sac_ratio": ("'0'" if is_placed else ratio, "'0'"),
             "compile": (str(run.compile), "False"),
@@ -202,6 +202,11 @@ def _model(run: Run, name: str) -> Iterator[str]:
     shard["frozen_dtype"] = frozen, "" if run.lora_rank else usual_frozen
     yield f"fs.shard_model({_arguments('model', 'mesh=mesh', **shard, ep_size=(str(run.ep_size), '1'))})"
     yield f"fs.load_weights(model, {name!r})"
+
+
+def usual_rate(run: Run) -> str:
+    """A usual learning rate: ten times higher for adapters."""
+    return "1e-4" if run.lora_rank else "1e-5"
 
 
 def _arguments(*positional: str, **named: tuple[str, str]) -> str:

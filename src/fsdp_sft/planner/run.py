@@ -174,6 +174,11 @@ class Run:
         return self.cp * self.ep_size
 
     @property
+    def is_made_in_steps(self) -> bool:
+        """Whether the model is made by the steps of ``load_pretrained``, which has no ``ep_size``."""
+        return self.ep_size > 1
+
+    @property
     def num_shards(self) -> int:
         """Number of ranks that a parameter is sharded over."""
         return self.num_gpus // self.dp_replicate

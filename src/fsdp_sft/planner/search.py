@@ -118,10 +118,7 @@ def plan_run(
         )
     usable = budget_of(first.device, num_gpus, gpu_memory_bytes).usable_bytes
     skeleton = build_skeleton(config, first)
-    if first.lora_rank and first.lora_targets is None and skeleton.experts:
-        first = replace(first, lora_targets=skeleton.adapted)  # peft's all-linear adapts experts as well
-    if first.ep_size > 1 and first.frozen_dtype is None and skeleton.towers:
-        first = replace(first, frozen_dtype=first.param_dtype)
+    first = skeleton.run_of_code(first)
     found = _fitting(skeleton, first, estimate_options, share, usable)
     fused = _fused(first, estimate_options)
     if fused != first and (not found or min(found, key=_seconds).estimate.peak_phase == "optimizer"):
