@@ -70,10 +70,10 @@ def _led_out(folder: Path, name: str) -> None:
     _edit_index(folder, lambda names: names.update(dict.fromkeys(list(names)[:1], name)))
 
 
-def _linked_out(folder: Path) -> None:
+def _not_fetched(folder: Path) -> None:
     victim = _files(folder)[0]
-    victim.rename(folder.parent / "outside.safetensors")
-    victim.symlink_to(folder.parent / "outside.safetensors")
+    victim.unlink()
+    victim.symlink_to(folder.parent / "annex" / "object")
 
 
 Q_PROJ, UP_PROJ, DOWN_PROJ = (
@@ -104,7 +104,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "a path up": (lambda f: _led_out(f, "../outside.safetensors"), ("leads out",)),
     "a path from the root": (lambda f: _led_out(f, "/etc/outside.safetensors"), ("leads out",)),
     "a path down and up": (lambda f: _led_out(f, "a/../../b.safetensors"), ("leads out",)),
-    "a link": (_linked_out, ("leads out",)),
+    "a link to what was not fetched": (_not_fetched, ("cannot be opened", "complete")),
     "a missing key": (lambda f: _changed(f, lambda t: t.pop(UP_PROJ)), (UP_PROJ, "initialise")),
     "a key too many": (
         lambda f: _changed(f, lambda t: t.update({"model.extra": t[UP_PROJ]})),

@@ -89,7 +89,10 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
             packed weights and scales do not belong together.
     """
     weight_map = read_index(folder)
-    files = {name: resolved_inside(folder, name) for name in sorted(set(weight_map.values())) or [SINGLE]}
+    files = {
+        name: resolved_inside(folder, name, by_links=True)
+        for name in sorted(set(weight_map.values())) or [SINGLE]
+    }
     headers = {
         path: file_header(path, CheckpointFormatError, "; if it is damaged, download it again")
         for path in dict.fromkeys(files.values())  # many names may be links to one file
@@ -106,8 +109,14 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
     return {**stored} if settings is None else published(stored, settings)
 
 
-def resolved_inside(folder: Path, name: str) -> Path:
+def resolved_inside(folder: Path, name: str, *, by_links: bool = False) -> Path:
     """The file behind a name, with links resolved: in the folder, or in the Hub cache that it belongs to.
+
+    Args:
+        folder: A checkpoint's own folder, or a snapshot in the Hub's cache.
+        name: Name of the file, relative to the folder.
+        by_links: Whether a link in the folder may lead out of it, as those of DVC, git-annex and downloads of
+            earlier huggingface_hub (``local_dir``) do; the name itself may not.
 
     Raises:
         CheckpointFormatError: If it is missing, or lies elsewhere.
@@ -120,7 +129,9 @@ def resolved_inside(folder: Path, name: str) -> Path:
     ]
     try:
         real = path.resolve()
-        is_inside = any(real.is_relative_to(root) for root in roots)
+        is_inside = any(real.is_relative_to(root) for root in roots) or (
+            by_links and {os.sep, os.pardir}.isdisjoint(Path(name).parts)
+        )
         if is_inside:
             real.stat()
     except PermissionError:
