@@ -128,8 +128,8 @@ def test_an_epoch_that_was_trained_is_passed_over_with_a_warning(kind: str) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_that_nobody_counts_are_said(kind: str) -> None:
     keeper, loader = KINDS[kind](1, 0)
-    inner = (batch for batch in loader)  # a generator of the caller's own hides what keeps the position
-    next(iter(fs.windows(inner, 1)))
+    # A generator of the caller's own hides what keeps the position.
+    next(iter(fs.windows((batch for batch in loader), 1)))
     with pytest.warns(UserWarning, match="were not marked as consumed"):
         keeper.state_dict()
 

@@ -4,6 +4,13 @@ from tests.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "a type of model without a class of its own becomes the type that has it",
+        "weights/meta.py",
+        "config_class = type(config) if cls is shared else cls.config_class",
+        "config_class = cls.config_class",
+        ("tests/weights/test_odd_folders.py",),
+    ),
+    Mistake(
         "an adapter beside the weights is left out",
         "weights/resolve.py",
         "    if (folder / ADAPTER).is_file():\n",

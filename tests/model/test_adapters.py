@@ -348,8 +348,7 @@ def _with_pixels(batch: dict[str, Any]) -> dict[str, Any]:
 )
 @on_ranks(2)
 def test_towers_that_no_forward_has_gathered(llava: Path, freeze_towers: bool, pixels_in: int | None) -> None:
-    rank = dist.get_rank()
-    window = [ragged_batches(6)[2 * i + rank] for i in range(3)]
+    window = [ragged_batches(6)[2 * i + dist.get_rank()] for i in range(3)]
     if pixels_in is not None:
         window[pixels_in] = _with_pixels(window[pixels_in])
     found = []

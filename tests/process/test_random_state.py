@@ -75,8 +75,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         return composed(base, mesh=kept["mesh"], missing="initialise", **options)
 
     def loaded() -> None:
-        model = keep("model", load())
-        keep("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+        keep("optimizer", torch.optim.SGD(keep("model", load()).parameters(), lr=0.1))
 
     def streamed() -> Any:
         collate = fs.SFTCollator(tokenizer, max_length=32)

@@ -150,6 +150,23 @@ def test_a_name_in_two_files_is_the_one_that_the_index_says(saved: Path) -> None
     assert difference(loaded(saved), oracle) == []
 
 
+# transformers has such a type's config, and its model in the class of another; files name either class.
+@pytest.mark.parametrize("architecture", ["InternLM3ForCausalLM", "LlamaForCausalLM"])
+def test_a_type_of_model_without_a_class_of_its_own(architecture: str, tmp_path: Path) -> None:
+    oracle = tf.AutoModelForCausalLM.from_config(
+        tf.AutoConfig.for_model("internlm3", hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    )
+    oracle.save_pretrained(tmp_path / "model")
+    configure(tmp_path / "model", architectures=[architecture])
+    model = loaded(tmp_path / "model")
+    again = tf.AutoModelForCausalLM.from_pretrained(
+        fs.export_hf(model, tmp_path / "out", dtype=torch.float32)
+    )
+    assert [(type(m.config), difference(m.train(), oracle)) for m in (model, again)] == [
+        (type(oracle.config), [])
+    ] * 2
+
+
 # --- the Hub's cache --------------------------------------------------------------------------------------
 
 

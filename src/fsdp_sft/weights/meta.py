@@ -192,30 +192,46 @@ def _class_and_config(
         check(quantised)
     architecture = _with_head(_architecture(name, config, overrides), config, overrides)
     cls: Any = _remote_class(config, architecture, name, revision) if remote else None
-    cls = cls or getattr(transformers, architecture, None)
+    shared = _shared_class(config)
+    is_asked_for = "architectures" in overrides or not architecture.endswith("ForCausalLM")
+    cls = cls or getattr(transformers, architecture, None if is_asked_for else shared)
     if cls is None or not hasattr(cls, "from_pretrained"):
         raise CheckpointFormatError(
             f"transformers {transformers.__version__} has no {architecture}, which the config of {name} "
             "names; update transformers, or pass trust_remote_code=True if the checkpoint brings the class"
         )
-    if "architectures" in overrides or "model_type" in overrides:
+    config_class = type(config) if cls is shared else cls.config_class
+    if cls is not shared and ("architectures" in overrides or "model_type" in overrides):
         _check_same_kind(name, cls, config)
     if attention is not None:
         options["attn_implementation"] = attention
-    if cls.config_class is not None:  # the text model of a multimodal one reads its own part of the config
+    if config_class is not None:  # the text model of a multimodal one reads its own part of the config
         with read_by_transformers(name, "config"):
-            config, unused = cls.config_class.from_pretrained(
+            config, unused = config_class.from_pretrained(
                 name, return_unused_kwargs=True, **options, **overrides
             )
         unknown = sorted(set(unused) & set(overrides))
         if unknown:
-            raise TypeError(f"{cls.config_class.__name__} has no field {', '.join(unknown)}")
+            raise TypeError(f"{config_class.__name__} has no field {', '.join(unknown)}")
     if attention is not None:
         ask_for_attention(config, attention)
     elif not remote:
         refuse_kernels(name, config)
     without_settings(config)  # the model's weights will not be quantised
     return cls, config, quantised
+
+
+def _shared_class(config: Any) -> Any:
+    """The class by which transformers computes a type of model that has none, as Llama's for InternLM3.
+
+    Checkpoints of such types name the class that their own code had.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    cls = getattr(transformers, str(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)), None)
+    kind = getattr(getattr(cls, "config_class", None), "model_type", config.model_type)
+    return None if kind in set(_model_types(config)) else cls
 
 
 def _architecture(name: str, config: Any, overrides: dict[str, Any]) -> str:
