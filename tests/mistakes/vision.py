@@ -128,8 +128,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a config is read as a type that the class is not of",
         "weights/meta.py",
-        'if "architectures" in overrides or "model_type" in overrides:',
-        'if "architectures" in overrides:',
+        '("architectures" in overrides or "model_type" in overrides):',
+        '"architectures" in overrides:',
         ("tests/model/test_configs.py",),
     ),
     Mistake(

@@ -193,7 +193,9 @@ def _class_and_config(
     architecture = _with_head(_architecture(name, config, overrides), config, overrides)
     cls: Any = _remote_class(config, architecture, name, revision) if remote else None
     shared = _shared_class(config)
-    is_asked_for = "architectures" in overrides or not architecture.endswith("ForCausalLM")
+    is_asked_for = "architectures" in overrides or not architecture.endswith(
+        ("ForCausalLM", "ForConditionalGeneration")
+    )
     cls = cls or getattr(transformers, architecture, None if is_asked_for else shared)
     if cls is None or not hasattr(cls, "from_pretrained"):
         raise CheckpointFormatError(
@@ -229,7 +231,8 @@ def _shared_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    cls = getattr(transformers, str(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)), None)
+    names = {**auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    cls = getattr(transformers, str(names.get(config.model_type)), None)
     kind = getattr(getattr(cls, "config_class", None), "model_type", config.model_type)
     return None if kind in set(_model_types(config)) else cls
 
