@@ -6,7 +6,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a type of model without a class of its own becomes the type that has it",
         "weights/meta.py",
-        "config_class = type(config) if cls is shared else cls.config_class",
+        "config_class = type(config) if is_shared else cls.config_class",
         "config_class = cls.config_class",
         ("tests/weights/test_odd_folders.py",),
     ),

@@ -202,8 +202,9 @@ def _class_and_config(
             f"transformers {transformers.__version__} has no {architecture}, which the config of {name} "
             "names; update transformers, or pass trust_remote_code=True if the checkpoint brings the class"
         )
-    config_class = type(config) if cls is shared else cls.config_class
-    if cls is not shared and ("architectures" in overrides or "model_type" in overrides):
+    is_shared = shared is not None and cls.config_class is shared.config_class
+    config_class = type(config) if is_shared else cls.config_class
+    if not is_shared and ("architectures" in overrides or "model_type" in overrides):
         _check_same_kind(name, cls, config)
     if attention is not None:
         options["attn_implementation"] = attention
