@@ -184,13 +184,23 @@ def _rejected_loads(root: str, model: Any, optimizer: Any) -> None:
 
 
 def _rejected_saves(root: str, model: Any) -> None:
-    nested = {"a": [{"b": torch.ones(2000)}]}
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"step": 1}, fs.CheckpointExistsError, "never overwritten"),
         ({"step": -1}, ValueError, "step must be"),
         ({"step": 5, "keep_last": 0}, ValueError, "keep_last"),
-        ({"step": 5, "train_state": nested}, TypeError, r"train_state\['a'\]\[0\]\['b'\]"),
+        ({"step": 5, "keep_last": 2.0}, ValueError, "keep_last must be an integer"),
+        ({"step": 5, "keep_last": 1, "keep_best": -1}, ValueError, "keep_best must be an integer, 0 or more"),
+        (
+            {"step": 5, "train_state": {"a": [{"b": torch.ones(2000)}]}},
+            TypeError,
+            r"train_state\['a'\]\[0\]\['b'\]",
+        ),
         ({"step": 5, "rank_state": {"f": {1, 2}}}, TypeError, r"rank_state\['f'\] is a set"),
+        (
+            {"step": 5, "rank_state": [next(model.parameters())]},
+            TypeError,
+            r"which tensor.to_local\(\) gives",
+        ),
         ({"step": 5 + this_rank()}, fs.CheckpointError, "different things"),
         ({"step": 5, "metric": float(this_rank())}, fs.CheckpointError, "different things"),
     ]

@@ -90,11 +90,12 @@ def test_pipes_of_those_names_are_not_waited_for(tmp_path: Path) -> None:
     assert time.monotonic() - started < 5
 
 
-def test_a_deleted_folder_is_taken_anew(tmp_path: Path) -> None:
+def test_a_deleted_folder_is_taken_anew_and_a_renamed_one_again(tmp_path: Path) -> None:
     _save(tmp_path / "root", 1)
     shutil.rmtree(tmp_path / "root")
     _save(tmp_path / "root", 1)
     assert {*saving.FILES} <= {*os.listdir(tmp_path / "root")}
+    _save((tmp_path / "root").rename(tmp_path / "other"), 2)  # this job's still
 
 
 # --- mounts of object stores: folders that cannot be fsynced, renames that copy ----------------------------

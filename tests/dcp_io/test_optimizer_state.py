@@ -122,8 +122,9 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def _pair(seed: int, mesh: dict[str, int] | None) -> tuple[Any, list[torch.optim.Optimizer]]:
     model = make_model(seed, mesh, family="llama", wrap=False)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in trained if p.ndim == 2 and "layers" in n]
-    rest = [p for n, p in trained if not (p.ndim == 2 and "layers" in n)]
+    matrices, rest = (
+        [p for n, p in trained if (p.ndim == 2 and "layers" in n) == of] for of in (True, False)
+    )
     return model, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
 

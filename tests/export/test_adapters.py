@@ -57,6 +57,7 @@ MERGED: dict[str, tuple[str, dict[str, Any]]] = {
     "supertuning": ("Supertuning", {**LINEAR, "sparsity": 0.9}),
     "tinylora": ("TinyLora", LINEAR),
     "tokens": ("TrainableTokens", {"token_indices": [3, 5]}),
+    "tied, with tokens": ("Lora", {**LOW, "trainable_token_indices": [3, 5]}),
     "unilora": ("UniLora", LINEAR),
     "vblora": ("VBLoRA", {**LINEAR, "num_vectors": 8, "vector_length": 8}),
     "vera": ("Vera", LOW),
@@ -74,6 +75,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix": ("PrefixTuning", VIRTUAL),
     "prefix projected": ("PrefixTuning", {**VIRTUAL, "prefix_projection": True, "encoder_hidden_size": 16}),
     "prompt": ("PromptTuning", VIRTUAL),
+    "tied, with lora of the head": ("Lora", {**LOW, "target_modules": ["lm_head"]}),
 }
 # Wrappers of blocks, as other libraries put them on: the names of all within have one component more.
 WRAPPED: dict[str, Any] = {
@@ -81,7 +83,7 @@ WRAPPED: dict[str, Any] = {
     "lora in compiled blocks": partial(torch.compile, backend="eager"),
 }
 SHARDED = ("dora", "saved", "ia3", "layer norms", "vera", "tokens", "prefix", "prompt", "lora with a bias")
-SHARDED += ("lora and tokens", "lora in checkpoint_wrapper")
+SHARDED += ("lora and tokens", "lora in checkpoint_wrapper", "tied, with tokens")
 IDS = torch.arange(24).view(2, 12)
 
 
@@ -91,14 +93,14 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
     return logits.cpu()
 
 
-def _base() -> Any:
-    return tiny_model("llama")
+def _base(name: str) -> Any:
+    return tiny_model("qwen2-tied" if name.startswith("tied") else "llama")
 
 
-def _adapted(kind: str, options: dict[str, Any]) -> Any:
+def _adapted(name: str, kind: str, options: dict[str, Any]) -> Any:
     """A model whose adapters have values as after some steps."""
     torch.manual_seed(0)
-    model = peft.get_peft_model(_base(), getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options))
+    model = peft.get_peft_model(_base(name), getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.add_(torch.randn(parameter.shape) * 0.05)
@@ -111,7 +113,7 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
 
     told = {}
     for name, (kind, options) in kinds.items():
-        model = _adapted(kind, options)
+        model = _adapted(name, kind, options)
         if name in WRAPPED:
             inner = model.get_base_model().model
             inner.layers = torch.nn.ModuleList(map(WRAPPED[name], inner.layers))
@@ -132,8 +134,12 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
         if told[name] == "merged":
             merged = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
             assert float((_logits(merged) - logits).abs().max()) < 1e-4, name
-            assert dict(fs.iter_hf_tensors(model, dtype=None)).keys() == merged.state_dict().keys(), name
-        again = peft.PeftModel.from_pretrained(_base(), fs.export_adapter(model, f"{folder}/{name} alone"))
+            assert (
+                dict(fs.iter_hf_tensors(model, dtype=None)).keys() == dict(merged.named_parameters()).keys()
+            ), name
+        again = peft.PeftModel.from_pretrained(
+            _base(name), fs.export_adapter(model, f"{folder}/{name} alone")
+        )
         assert float((_logits(again) - logits).abs().max()) < 1e-5, name
         assert [id(module) for module in model.modules()] == [id(module) for module in modules], name
         assert_same(everything(model), state)

@@ -88,6 +88,20 @@ MISTAKES = [
         ("tests/dcp_io/test_checkpoint.py",),
     ),
     Mistake(
+        "the steps of a run are counted by the spelling of its folder",
+        "dcp_io/retention.py",
+        "own = _own_steps.setdefault(root.resolve(), set())",
+        "own = _own_steps.setdefault(root, set())",
+        ("tests/dcp_io/test_checkpoint.py",),
+    ),
+    Mistake(
+        "nearly all of the best steps are kept",
+        "dcp_io/saving.py",
+        "        if type(keep_best) is not int or keep_best < 0:",
+        "        if False:",
+        ("tests/dcp_io/test_faults.py",),
+    ),
+    Mistake(
         "what is shared in the model alone is written once",
         "export/plan.py",
         "together.setdefault((first, as_read.get(name)), [])",
@@ -258,8 +272,8 @@ MISTAKES = [
     Mistake(
         "a forked process takes its parent's root for its own",
         "dcp_io/saving.py",
-        "== (os.getpid(), file.stat().st_ino):",
-        "[1:] == (file.stat().st_ino,):",
+        "    return os.getpid(), stat.st_dev, stat.st_ino",
+        "    return 0, stat.st_dev, stat.st_ino",
         ("tests/dcp_io/test_in_use.py",),
     ),
     Mistake(

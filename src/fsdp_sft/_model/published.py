@@ -344,9 +344,13 @@ def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None
         ValueError: If a weight with adapters is tied to another one.
         UnsupportedModelError: If peft does not merge them.
     """
-    tied, kinds = {*content.ties, *content.ties.values()}, set()
+    kinds = set()
+    trained = {f"{fqn}.weight": {*layer.parameters()} for fqn, layer in merges.items()}
     for fqn, layer in merges.items():
-        if f"{fqn}.weight" in tied:
+        weight = f"{fqn}.weight"
+        tied = [name for name, first in content.names.items() if first == content.names.get(weight)]
+        # Rows of an embedding that are trained are those of the head too: peft wraps both around one delta.
+        if any(trained.get(name) != trained[weight] for name in tied):
             raise ValueError(
                 f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
                 "adapters alone with export_adapter"

@@ -12,7 +12,8 @@ from fsdp_sft.dcp_io.folder import examine
 from fsdp_sft.dcp_io.manifest import step_folders
 
 _logger = logging.getLogger("fsdp_sft.dcp_io")
-# By root: the steps of this run, which are those that it has saved, and those up to one that it has loaded.
+# By root, with links followed: the steps of this run, which are those that it has saved, and those up to one
+# that it has loaded.
 _own_steps: dict[Path, set[int]] = {}
 
 
@@ -92,7 +93,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
 def note_loaded(folder: Path, step: int) -> None:
     """A run that goes on from a step goes on with those before it."""
     before = {number for number, _ in step_folders(folder.parent) if number <= step}
-    _own_steps.setdefault(folder.parent, set()).update(before)
+    _own_steps.setdefault(folder.parent.resolve(), set()).update(before)
 
 
 def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int) -> None:
@@ -110,7 +111,7 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
         keep_best: Number of the steps with the lowest metric to keep beside them.
         just_saved: Number of the step that was just saved.
     """
-    own = _own_steps.setdefault(root, set())
+    own = _own_steps.setdefault(root.resolve(), set())
     own.add(just_saved)
     if keep_last is None:
         return

@@ -54,8 +54,9 @@ from fsdp_sft.errors import (
 
 LOCK, OWNER = FILES = (".in-use.lock", ".in-use.txt")  # the second says in words who has the first
 
-# By root: the lock, this process, and the number of the file.
-_held: dict[Path, tuple[FileLock, tuple[int, int]]] = {}
+# Locks that this process holds, by the process, the device and the number of the file: a process that was
+# forked has its parent's entries, a folder that was made anew another file, a renamed one the same.
+_held: dict[tuple[int, int, int], FileLock] = {}
 
 
 def reserve(root: Path) -> None:
@@ -66,9 +67,8 @@ def reserve(root: Path) -> None:
     """
     root = root.resolve()
     file = root / LOCK
-    if root in _held and file.exists() and _held[root][1] == (os.getpid(), file.stat().st_ino):
+    if file.exists() and _identity(file) in _held:
         return
-    # A process that was forked has its parent's entry, and a folder that was made anew another file.
     lock = FileLock(file, thread_local=False)
     try:
         lock.acquire(blocking=False)
@@ -80,11 +80,16 @@ def reserve(root: Path) -> None:
             f"{root} is in use by {owner}: one job at a time may save below a root. Give this job another "
             "folder, or end the other one"
         ) from None
-    _held[root] = lock, (os.getpid(), file.stat().st_ino)
+    _held[_identity(file)] = lock
     number = os.environ.get("SLURM_JOB_ID")
     job = f", Slurm job {number}" if number else ""
     (root / OWNER).unlink(missing_ok=True)
     write_bytes(root / OWNER, f"process {os.getpid()} on {socket.gethostname()}{job}".encode())
+
+
+def _identity(file: Path) -> tuple[int, int, int]:
+    stat = file.stat()
+    return os.getpid(), stat.st_dev, stat.st_ino
 
 
 # A copy of what this rank writes: taken while training waits, and written while it continues.
@@ -255,8 +260,12 @@ def prepare_save(
         wait_for_last()
         if type(step) is not int or step < 0:
             raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise ValueError(
+                f"keep_last must be an integer, 1 or more, or None to keep every step, got {keep_last!r}"
+            )
+        if type(keep_best) is not int or keep_best < 0:
+            raise ValueError(f"keep_best must be an integer, 0 or more, got {keep_best!r}")
         model = reshard(model)
         names = parameter_names(model)
         content = model_tensors(model, "saving a checkpoint")

@@ -135,6 +135,8 @@ def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
             f"model type {config.model_type} was followed like any other but never compared with a "
             "measurement"
         )
+    if run.optimizer == "adamw8bit" and run.num_gpus > 1:
+        yield "set TORCHINDUCTOR_CACHE_DIR for each rank (see Troubleshooting): this optimizer is compiled"
     if not run.device.checked and run.device.name != "cpu":
         yield f"what attention keeps on {run.device.name} was never compared with a measurement there"
 
