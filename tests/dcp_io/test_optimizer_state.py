@@ -223,7 +223,9 @@ class Secretive(nn.Linear):
 
 
 def test_what_would_not_come_back_is_refused(tmp_path: Path) -> None:
+    uneven = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     for model, message in (
+        (nn.ParameterDict({"rows": uneven}), r"rows of ParameterDict is a .*, and a file holds plain"),
         (nn.Sequential(Amax(2, 2)), r"0\._extra_state of Sequential is a dict, and a file holds plain"),
         (Packed(), r"copies \(packed\)"),
         (Secretive(2, 2), r"left out \(weight\)"),

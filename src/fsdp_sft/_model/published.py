@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.view import (
     base_of,
     clean_name,
@@ -26,7 +25,7 @@ from fsdp_sft._model.view import (
     with_tensors,
 )
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft._tensors.boxes import memory_key, memory_of
+from fsdp_sft._tensors.boxes import memory_key
 from fsdp_sft.errors import UnstorableStateError, UnsupportedModelError, abridged
 
 
@@ -210,7 +209,7 @@ def model_tensors(model: nn.Module, doing: str = "") -> ModelTensors:
     settings, live = recorded_settings(model), named_tensors(model)
     for key, value in model.state_dict(keep_vars=True).items():
         name = clean_name(key)
-        if not isinstance(value, torch.Tensor) or is_wrapper_subclass(memory_of(value)):
+        if not isinstance(value, torch.Tensor) or not (value.is_meta or memory_key(value)):
             raise UnstorableStateError(
                 f"{name} of {type(model).__name__} is a {type(value).__name__}, and a file holds plain "
                 "tensors: keep it in train_state or rank_state"

@@ -208,7 +208,13 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(local, "rows", local)
 
 
-def memory_key(tensor: torch.Tensor) -> int:
-    """The same number for tensors in the same memory; an empty shard has none, so its ``id`` is used."""
+def memory_key(tensor: torch.Tensor) -> int | None:
+    """The same number for tensors in the same memory; an empty shard has none, so its ``id`` is used.
+
+    None without memory: on the meta device, and of a subclass that keeps its values in other tensors.
+    """
     local = memory_of(tensor)
-    return local.untyped_storage().data_ptr() if local.numel() else id(tensor)
+    try:
+        return (local.untyped_storage().data_ptr() or None) if local.numel() else id(tensor)
+    except RuntimeError:  # "invalid python storage" of such a subclass
+        return None
