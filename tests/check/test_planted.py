@@ -74,7 +74,7 @@ def _zeros(function: Callable[..., Any]) -> Callable[..., Any]:
 def _accelerated(seconds: float) -> Iterator[None]:
     """Context in which each rank has a device of its own, whose products take so long."""
     with (
-        mock.patch.object(check, "ACCELERATORS", ("cpu",)),
+        mock.patch.object(check, "ACCELERATORS", ("cpu", "sim")),
         mock.patch.object(machines, "_SHAPE", machines._SHAPE_ON_CPU),
         mock.patch.object(machines, "_fastest", return_value=seconds),
     ):
