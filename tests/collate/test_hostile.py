@@ -64,6 +64,9 @@ def test_the_same_in_other_words(row: dict[str, Any], same: dict[str, Any]) -> N
         ({"conversations": [{"from": ["human"], "value": "q"}]}, "known roles"),
         ({"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1, 1e39]}, "are not read"),
         ({"input_ids": [0, 2], "labels": [-100, 2], "attention_mask": [0, 1]}, "without padding="),
+        ({"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 2]}, "this is a pack of several"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "position_ids": [0, 0]}, "this is a pack of several"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "seq_lengths": [1, 1]}, "this is a pack of several"),
     ],
 )
 def test_rows_that_are_refused(row: dict[str, Any], says: str) -> None:

@@ -228,9 +228,10 @@ _NO_SYSTEM = (
 )
 
 
-# Tags around the last answer; a block of reasoning in front of each, which no prompt has; and the id of a
-# call where others print its name, as Kimi's templates do.
-LAST_ALONE, ALWAYS_A_BLOCK, BY_ID = (
+# Tags around the last answer; a block of reasoning in front of each, which no prompt has; the id of a call
+# where others print its name, as Kimi's templates do; a mode without reasoning, whose prompt closes it,
+# as DeepSeek-V4's; a special token that closes an answer before the one that closes its turn, as Kimi K3's.
+LAST_ALONE, ALWAYS_A_BLOCK, BY_ID, TWO_MODES, CLOSED_TWICE = (
     ct.CHATML.replace(*change)
     for change in (
         (
@@ -246,6 +247,15 @@ LAST_ALONE, ALWAYS_A_BLOCK, BY_ID = (
             ct._CALLS,
             "{% for c in message.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}"
             "{% endfor %}",
+        ),
+        (
+            "{{ message.content }}",
+            "{% if message.role == 'assistant' %}{% if thinking and message.reasoning_content %}<think>"
+            "{{ message.reasoning_content }}{% endif %}</think>{% endif %}{{ message.content }}",
+        ),
+        (
+            "{{ message.content }}",
+            "{{ message.content }}{% if message.role == 'assistant' %}<|end|>done{% endif %}",
         ),
     )
 )
@@ -300,10 +310,15 @@ def test_a_row_that_a_template_does_not_take_is_refused(template, row, reason):
         (ct.CHATML, chat(" ", "b"), "user\n <|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n",
          {"train_on": {"user", "assistant"}}),
         (BY_ID, CALLED, '⟦functions.find:0{"n": 1}<|im_end|>⟧\n', {}),
+        (TWO_MODES + "{% if add_generation_prompt %}{{ '<think>' if thinking else '</think>' }}{% endif %}",
+         chat("a", "<think>\nx\n</think>\n\nb"), "\n</think>⟦<think>\nx\n</think>\n\nb<|im_end|>⟧\n", {}),
+        (CLOSED_TWICE, chat("a", "b"), "assistant\n⟦b<|end|>done<|im_end|>⟧\n", {}),
     ],
 )  # fmt: skip
 def test_a_row_that_is_nearly_refused(template, row, expected, options):
-    assert shown(row, ct.byte_tokenizer("chatml", template=template), **options).endswith(expected)
+    assert shown(row, ct.byte_tokenizer("chatml", template=template, eos_token="<pad>"), **options).endswith(
+        expected
+    )
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ MISTAKES = [
     Mistake(
         "padding of a tokenised row is taken for text",
         "collate/encode.py",
-        "    if mask is not None and 0 in (",
-        "    if mask is not None and 2 in (",
+        "    if mask.count(1) != len(mask) or positions",
+        "    if positions",
         ("tests/collate/test_hostile.py",),
     ),
     Mistake(
@@ -345,8 +345,29 @@ MISTAKES = [
     Mistake(
         "what opens reasoning in another mode is not trained where the model is to write it",
         "collate/spans.py",
-        "(self.facts.opening if reasons else self.facts.supplied)",
-        "self.facts.supplied",
+        " else self.facts.opening if reasons else self.facts.supplied",
+        " else self.facts.supplied",
         ("tests/collate/test_mask_oracle.py::test_what_a_prompt_supplies_is_not_trained",),
+    ),
+    Mistake(
+        "a turn ends at the first special token of several",
+        "collate/probe.py",
+        "end_of_turn = eos if is_later else later[-1] if later else first",
+        "end_of_turn = eos if is_later else first",
+        ("tests/collate/test_spans.py",),
+    ),
+    Mistake(
+        "a tag of the row's own is taken for a prompt's",
+        "collate/spans.py",
+        "        openings = () if is_text else self.facts.opening",
+        "        openings = self.facts.opening",
+        ("tests/collate/test_spans.py",),
+    ),
+    Mistake(
+        "a tokenised row that is a pack is one row",
+        "collate/encode.py",
+        " or positions != [*range(len(positions))] or len(lengths) > 1:",
+        " or len(lengths) > 1:",
+        ("tests/collate/test_hostile.py",),
     ),
 ]

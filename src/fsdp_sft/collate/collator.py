@@ -26,7 +26,7 @@ _EXAMPLES = 20
 _BLOCK_ROWS = 256  # encoded together
 
 REFUSALS = {
-    "no_target": "no message is to be trained, or it is empty",
+    "no_target": "no message is to be trained, or none has a text",
     "truncated_away": "max_length leaves no trained token",
     "malformed": "not a row, or not a text",
     "media": "it has an image, a video or a sound, and text alone is encoded",

@@ -168,7 +168,7 @@ def read_encoded(row: Any) -> EncodedChat:
 
     Raises:
         ValueError: If ids or labels are missing, belong not together or fit in no tensor, or if the row has
-            weights, shifted labels or padding.
+            weights, shifted labels or padding, or is a pack.
     """
     given = vars(row) if isinstance(row, EncodedChat) else row
     if not isinstance(given, Mapping) or any(given.get(key) is None for key in ("input_ids", "labels")):
@@ -183,11 +183,18 @@ def read_encoded(row: Any) -> EncodedChat:
             "batch that the collator makes, in a collate_fn of your own, and write shift_labels as "
             "labels=[-100, *shift_labels[:-1]]"
         )
-    mask = given.get("attention_mask")
-    if mask is not None and 0 in (mask.tolist() if hasattr(mask, "tolist") else mask):
+    mask, positions, lengths = (
+        [] if values is None else list(values.tolist() if hasattr(values, "tolist") else values)
+        for values in map(given.get, ("attention_mask", "position_ids", "seq_lengths"))
+    )
+    if mask.count(1) != len(mask) or positions != [*range(len(positions))] or len(lengths) > 1:
         raise ValueError(
             'the "attention_mask" of a tokenised row is 0 somewhere, and padding would be taken for text: '
             "rows are padded in a batch, so tokenise without padding="
+            if 0 in mask
+            else "a tokenised row is one conversation, and this is a pack of several (its position_ids begin "
+            "anew, or its mask or seq_lengths number them), which would see each other: give PackedCollator "
+            "the rows as they were before, or train_step a batch of your own"
         )
     refuse_media(given)
     ids, labels = (
@@ -242,7 +249,8 @@ def encode_chat(
             (two texts, or two lists of messages of which the first is not trained), `input_ids`/`labels`,
             which are only truncated, or `text`, of which every token is trained, with the tokenizer's own and
             `eos_token` at its end, whatever `train_on` says and without a chat template. `tools` may be a
-            list or JSON. Nulls with which an Arrow table fills calls and tools are removed, others stay.
+            list or JSON. Nulls with which an Arrow table fills calls and tools are removed (a row is of one
+            where a null stands beside its contents; arguments as JSON text keep theirs), others stay.
             `chat_template_kwargs` are the row's own variables for the template. A message with `train`,
             `weight` or `loss_weight` of 0 is not trained; 1 leaves it to `train_on`.
         tokenizer: A fast tokenizer.

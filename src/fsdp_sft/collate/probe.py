@@ -196,13 +196,15 @@ class Probe:
         first = end_of_turn = None
         if found:
             # Generation stops on EOS if it follows the token that closes the answer directly, or later but in
-            # every turn. A later EOS after the last turn alone closes the conversation and not the turn.
+            # every turn. A later EOS after the last turn alone closes the conversation and not the turn. Of a
+            # template that writes no EOS in a turn the last token of every turn is the one.
             at, _, first = min(found)
             run = re.compile(f"(?:{self.template.special_token.pattern})*").match(closing, at)
             of_every_turn = closing[: common_length(closing, after_past_answer)]
             eos = str(self.template.tokenizer.eos_token or "")
             is_later = eos and (eos in of_every_turn or (run is not None and eos in run[0]))
-            end_of_turn = eos if is_later else first
+            later = [token for token in self.template.special_token.findall(of_every_turn) if token != eos]
+            end_of_turn = eos if is_later else later[-1] if later else first
         elif closing.strip() and after_past_answer.startswith(closing.rstrip()):
             first = end_of_turn = closing.strip()
         stops = (self.template.tokenizer.eos_token, first, end_of_turn)

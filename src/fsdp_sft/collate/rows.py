@@ -362,11 +362,10 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         arguments = parse_json(arguments or "{}", f"{where}: arguments")
     if arguments is not None and not isinstance(arguments, dict):
         raise ValueError(f"{where}: tool call arguments must be an object, got {shortened(arguments)}")
-    function = {"name": inner["name"], "arguments": dict(arguments or {})}
     return {
         "type": "function",
         **({"id": call["id"]} if call.get("id") is not None else {}),
-        "function": function,
+        "function": {"name": inner["name"], "arguments": dict(arguments or {})},
     }
 
 

@@ -421,8 +421,10 @@ class _TurnFinder:
         reasons = own is not None and any(
             place.start == own[0] and place.leaf.part == "reasoning" for place in self.layout.places
         )
-        lengths = (overlap(one, before) for one in (self.facts.opening if reasons else self.facts.supplied))
-        length = max((n for n in lengths if before[:n].strip()), default=0)
+        # A template in a mode without reasoning prints the row's own tag as text of the answer.
+        is_text = reasons and before == self._edges(index)[0] and not self.facts.reads_tags
+        openings = () if is_text else self.facts.opening if reasons else self.facts.supplied
+        length = max((n for n in (overlap(one, before) for one in openings) if before[:n].strip()), default=0)
         if not (reasons or length or (self.options.train_reasoning and "</think>" in self._edges(index)[0])):
             # The template prints one that no prompt has; a block of the row's own is its text.
             length = len(
@@ -470,8 +472,7 @@ def _end_of_prompt(prompt: str, before: str) -> int | None:
     if before.startswith(without_block):
         return len(without_block)
     shared = shared_header(prompt, before)
-    opens = OPENED_REASONING.fullmatch(prompt[len(shared) :]) is not None
-    return len(shared) if opens and shared.strip() else None
+    return len(shared) if shared.strip() and OPENED_REASONING.fullmatch(prompt[len(shared) :]) else None
 
 
 def _tags_by_message(
