@@ -56,7 +56,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = Non
         + (
             "plain tensors have 1 to 1,024 numbers; others belong in rank_state, or in the model as buffers"
             if isinstance(value, torch.Tensor) and tensors is None
-            else "save a model's shards as a model, or the rank's part, which tensor.to_local() gives"
+            else "save a model's shards as a model, or this rank's part alone (DTensor.to_local)"
             if isinstance(value, torch.Tensor)
             else "use dicts, lists, tuples, strings, numbers, booleans and None"
         )
