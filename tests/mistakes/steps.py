@@ -460,4 +460,11 @@ MISTAKES: list[Mistake] = [
         "    if labels.shape != beside.shape or not is_usual or labels.ndim != 2:\n",
         ("tests/test_parity.py::test_bad_windows_raise_on_all_ranks",),
     ),
+    Mistake(
+        "a global batch is divided by the largest number that a rank says",
+        "step/loader.py",
+        "    if len(said) > 1:",
+        "    if False:",
+        ("tests/step/test_batches.py",),
+    ),
 ]

@@ -266,6 +266,11 @@ def test_windows_keep_ranks_together() -> None:
             {"global_batch": 6},
             "global_batch=6 is no multiple of 4, which 2 ranks take at once with a batch size",
         ),
+        (
+            DataLoader([*range(24)], 1 + rank),
+            {"global_batch": 8},
+            "windows of 2 and 4 micro-batches on ranks",
+        ),
         (batches, {"global_batch": 8}, "whose batches have a known size"),
         (buckets, {"global_batch": 8}, "whose batches have a known size"),
     ):

@@ -58,8 +58,9 @@ def windows(
 
     Raises:
         ValueError: If ``grad_accum_steps`` is not positive, ``global_batch`` no multiple of what the ranks
-            take at once, or both or neither are given; if ``mesh`` is left out although this process has
-            made several with different ``cp``; or if ``loader`` is None on a rank that has to read.
+            take at once, their batch sizes differ, or both or neither are given; if ``mesh`` is left out
+            although this process has made several with different ``cp``; or if ``loader`` is None on a rank
+            that has to read.
         BatchError: On all ranks, if a whole epoch has no batch, or if a sampler is moved in a pass.
 
     Collective: all ranks; each must ask for the same windows.
@@ -80,16 +81,28 @@ def windows(
         )
     if global_batch is not None:
         rows = check_count("global_batch", global_batch)
-        with agreed("dividing the global batch", max) as decision:
+        with agreed("dividing the global batch", _one_number) as decision:
             decision.told = 0 if loader is None else _accumulated(loader, rows, group)
         grad_accum_steps = decision.result
     return _windows(loader, check_count("grad_accum_steps", grad_accum_steps), group, map_fn, meter)
 
 
+def _one_number(everyone: list[int]) -> int:
+    """The number of micro-batches, which ranks that read have said, and others say as 0."""
+    said = {*everyone} - {0}
+    if len(said) > 1:
+        raise ValueError(
+            f"global_batch makes windows of {' and '.join(map(str, sorted(said)))} micro-batches on ranks "
+            "whose loaders have other batch sizes, and steps would have other rows: give all the same"
+        )
+    return said.pop()
+
+
 def _accumulated(loader: Any, global_batch: int, group: dist.ProcessGroup | None) -> int:
     """Number of micro-batches that make up ``global_batch`` rows or packs over all ranks."""
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    size = _taken_for_a_batch(loader, _resumable(loader) or inner)
+    size = _taken_for_a_batch(
+        loader, _resumable(loader) or getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    )
     if size is None or not hasattr(loader, "batch_sampler"):
         raise ValueError(
             f"global_batch needs a DataLoader whose batches have a known size, got {type(loader).__name__}: "
@@ -147,8 +160,7 @@ def _windows(
         if length == 0:
             break
         window = window[:length]
-        counts = reads and mark_consumed is not None
-        consumed = _num_consumed(loader, sampler, taken[:length]) if counts else None
+        consumed = _num_consumed(loader, sampler, taken[:length]) if reads and mark_consumed else None
         if group is not None:
             told = [(to_send[:length], consumed)]  # of the group's first rank
             dist.broadcast_object_list(told, group=group, group_src=0, device=torch.device("cpu"))
@@ -169,8 +181,10 @@ def _windows(
 def _resumable(loader: Any) -> Any:
     """Sampler, batch sampler, stream or loader that keeps the position; None if none does."""
     batches = getattr(loader, "batch_sampler", None)
-    inner = getattr(batches, "sampler", None)
-    sources = (getattr(loader, "sampler", None), batches, getattr(loader, "dataset", None), inner, loader)
+    sources = (
+        *(getattr(loader, "sampler", None), batches, getattr(loader, "dataset", None)),
+        *(getattr(batches, "sampler", None), loader),
+    )
     return next((source for source in sources if hasattr(source, "mark_consumed")), None)
 
 
@@ -188,8 +202,7 @@ def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:
     each = _taken_for_a_batch(loader, sampler)
     if each is None:
         return sum(num_rows(batch) for batch in window)
-    left = len(sampler) if isinstance(sampler, Sized) else each * len(window)
-    return min(each * len(window), left)
+    return min(each * len(window), len(sampler) if isinstance(sampler, Sized) else each * len(window))
 
 
 def _taken_for_a_batch(loader: Any, sampler: Any) -> int | None:

@@ -300,8 +300,7 @@ def _forward_and_backward(
         is_last = batch is window.micro_batches[-1]
         with gradient_sync(model, "all" if is_last else _UNTIL_THE_LAST[grad_sync]):
             with record_function("fsdp_sft.forward"):
-                moved = batch.on_device(device, own_loss=objective.is_own)
-                found = objective.of(model, moved)
+                found = objective.of(model, batch.on_device(device, own_loss=objective.is_own))
             router = found.router
             if router is not None:
                 # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and

@@ -278,8 +278,7 @@ def metrics_over_mesh(names: Iterable[str], sums: list[float], mesh: DeviceMesh 
     """
     own = dict(zip(names, sums, strict=True))
     every = [own] if mesh is None else all_gather_objects(own)
-    everywhere = sorted(set().union(*every))
-    return {name: sum(one.get(name, 0.0) for one in every) for name in everywhere}
+    return {name: sum(one.get(name, 0.0) for one in every) for name in sorted(set().union(*every))}
 
 
 def refuse_different(what: str, own: dict[str, Any]) -> NoReturn:
