@@ -128,8 +128,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 2,
     },
     "BltForCausalLM": {"global_config.hidden_size": 64, "global_config.head_dim": 16},
+    "BambaForCausalLM": {"attn_layer_indices": [1]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "DeepseekV3ForCausalLM": {"first_k_dense_replace": 1},
     "Dots1ForCausalLM": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
+    "JambaForCausalLM": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Qwen4ExpForCausalLM": {
         "layer_types": ["linear_attention"] * 2,
@@ -161,7 +166,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 8, "n_groups": 1},
     "MptForCausalLM": {"attn_config": DERIVED},
     "NemotronForCausalLM": {"num_key_value_heads": 2},
-    "NemotronHForCausalLM": {"n_groups": 1},
+    "NemotronHForCausalLM": {
+        "n_groups": 1,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+    },
     "XmodForCausalLM": {"default_language": "en_XX"},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "ZambaForCausalLM": {

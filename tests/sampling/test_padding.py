@@ -94,10 +94,13 @@ class OfOnesOwn(torch.nn.Module):
 
 
 def _model(kind: str) -> Any:
-    return OfOnesOwn(kind == "heeds its mask") if "mask" in kind else tiny_architecture(f"{kind}ForCausalLM")
+    if "mask" in kind:
+        return OfOnesOwn(kind == "heeds its mask")
+    family, _, dtype = kind.partition(" in ")
+    return tiny_architecture(f"{family}ForCausalLM").to(getattr(torch, dtype or "float32"))
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "OPT", "Bloom", "Mamba", "heeds its mask"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Qwen3 in float64", "OPT", "Bloom", "Mamba", "heeds its mask"])
 def test_these_read_rows_the_same_on_either_side(kind: str) -> None:
     model = _model(kind)
     right, left = (_step(model, _batches(side)).loss for side in ("right", "left"))
