@@ -28,6 +28,7 @@ MOVED = [
     "BlenderbotSmall",
     "Blt",
     "Clvp",
+    "CpmAnt",
     "DeepseekV4",
     *(["Dory"] if Version(transformers.__version__) >= Version("5.24") else []),
     "Electra",

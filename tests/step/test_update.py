@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, ReduceLROnPlateau, SequentialLR
 from transformers.optimization import Adafactor
 
 import fsdp_sft as fs
@@ -43,10 +43,11 @@ def _two(model: Any) -> list[torch.optim.Optimizer]:
 
 
 def _schedulers(optimizers: list[Any]) -> list[Any]:
-    """One that falls, and one of two parts."""
+    """A chain of one that falls, and one of two parts."""
     first, second = optimizers
     parts = [LambdaLR(second, lambda step, rate=rate: rate / (1 + step)) for rate in (1.0, 0.2)]
-    return [LambdaLR(first, lambda step: 1 / (1 + step)), SequentialLR(second, parts, milestones=[1])]
+    falls = ChainedScheduler([LambdaLR(first, lambda step: 1 / (1 + step))])
+    return [falls, SequentialLR(second, parts, milestones=[1])]
 
 
 def _plain(model: Any, windows: list[list[Any]]) -> list[tuple[float, float]]:
@@ -102,7 +103,7 @@ def test_an_inf_in_one_of_them_skips_all() -> None:
     result = fs.train_step(model, window, optimizers, scheduler=schedulers, scaler=scaler)
     assert (result.skipped, result.skip_reason, scaler.get_scale()) == (True, "inf gradients", 4.0)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "AdamW had no inf"
-    assert [s.last_epoch for s in schedulers] == [0, 0]
+    assert schedulers[0].state_dict()["_schedulers"][0]["last_epoch"] == schedulers[1].last_epoch == 0
     handle.remove()
     assert not fs.train_step(model, window, optimizers, scheduler=schedulers, scaler=scaler).skipped
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())

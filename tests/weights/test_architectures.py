@@ -33,6 +33,7 @@ ALWAYS = [
     "OlmoHybridForCausalLM",
     "Phi3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "MusicgenForCausalLM",
     "XGLMForCausalLM",
     "ZambaForCausalLM",
 ]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.fsdp import compute_apart
 from fsdp_sft._compat.modules import apply_to_tensors
+from fsdp_sft._model.blocks import is_never_called
 from fsdp_sft._model.view import base_of, original_class, transformers_models
 from fsdp_sft._tensors.boxes import local_of
 
@@ -207,7 +208,7 @@ def own_vocabulary(
             module = getattr(model, getter)()
         except (AttributeError, NotImplementedError):
             return None
-        if not isinstance(module, nn.Module) or id(module) in inside:
+        if not isinstance(module, nn.Module) or id(module) in inside or is_never_called(module):
             return None
         own = [id(parameter) for parameter in module.parameters()]
         alone = bool(own) and all(len(names[one]) == 1 and one not in kept for one in own)

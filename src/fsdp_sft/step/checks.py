@@ -197,13 +197,13 @@ def warn_of_likely_mistakes(
 
 def note_stepped(scheduler: Any) -> None:
     """Remember that ``train_step`` has stepped a schedule; of another kind than torch's nothing is known."""
-    if isinstance(scheduler, LRScheduler):
+    if isinstance(scheduler, LRScheduler) and hasattr(scheduler, "last_epoch"):  # a chain has none
         _stepped_at[scheduler] = scheduler.last_epoch
 
 
 def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
     """Warn of schedules that are stepped twice, or were made anew beside an optimizer that was loaded."""
-    of_torch = [one for one in schedulers if isinstance(one, LRScheduler)]
+    of_torch = [one for one in schedulers if isinstance(one, LRScheduler) and hasattr(one, "last_epoch")]
     twice = [one for one in of_torch if _stepped_at.pop(one, None) == one.last_epoch - 1]
     if twice and first_time(model, "stepped twice"):
         warn_caller(

@@ -179,7 +179,11 @@ def resolve_folder(
         raise CheckpointFormatError(
             f"{name} is not a folder, and no Hub id could look like this{told_of_format(Path(name))}"
         )
-    return _snapshot(name, revision, trust_remote_code)
+    try:
+        return _snapshot(name, revision, trust_remote_code)
+    except OSError as error:  # of the Hub or of the network, which say nothing of a folder
+        error.add_note(f"{name!r} is no folder here, and so was looked for on the Hub; is it misspelt?")
+        raise
 
 
 def _snapshot(repo: str, revision: str | None, code: bool) -> Path:
