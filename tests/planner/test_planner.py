@@ -413,9 +413,17 @@ def test_every_family_is_planned(family: str) -> None:
     planned = [one for group in skeleton.towers for one in group.parameters]
     assert not any(one.trained for one in planned)
     found = (sum(one.elements for one in planned), skeleton.parameters, len(skeleton.blocks))
-    sizes = (sum(p.numel() for p in of) for of in (towers, model.parameters()))
-    assert found == (*sizes, config.get_text_config().num_hidden_layers)
+    assert found == (
+        *(sum(p.numel() for p in of) for of in (towers, model.parameters())),
+        config.get_text_config().num_hidden_layers,
+    )
     assert estimate_memory(config, RUN).peak_bytes > 0
+
+
+def test_blocks_may_return_more_than_hidden_states() -> None:
+    assert estimate_memory(
+        tf.GlmMoeDsaConfig(num_hidden_layers=6, hidden_size=64, vocab_size=100, n_routed_experts=8), RUN
+    ).peak_bytes
 
 
 def test_it_is_the_text_model_and_shards_of_the_tower() -> None:

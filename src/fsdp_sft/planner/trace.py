@@ -116,7 +116,7 @@ class _Traced:
         self.ledger.ignore(skeleton.traced_tensors)
         self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in sorted(set(skeleton.kinds))}
         self.current: BlockRecord | None = None
-        self.returns_tuples = False
+        self.beside: tuple[Any, ...] | None = None
         # Whether the model's logits go to the cross entropy as they are.
         self.is_plain_loop = not run.shares_rows and run.logits_dtype in (None, run.param_dtype)
         self.at: dict[str, int] = {}  # moments of the ledger
@@ -200,9 +200,9 @@ class _Traced:
             yield
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a silenced block: its input, in a tuple if blocks return tuples."""
+        """The forward of a silenced block: its input, in a tuple with what else blocks return, if they do."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden,) if self.returns_tuples else hidden
+        return hidden if self.beside is None else (hidden, *self.beside)
 
     def _before(self, record: BlockRecord, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a block's forward: try it without saving, and note what is alive."""
@@ -228,7 +228,7 @@ class _Traced:
 
     def _after(self, record: BlockRecord, module: nn.Module, args: Any, output: Any) -> None:
         """After a block's forward: note what is alive."""
-        self.returns_tuples = isinstance(output, tuple)
+        self.beside = output[1:] if isinstance(output, tuple) else None
         hidden = output[0] if isinstance(output, tuple) else output
         hidden.register_hook(functools.partial(self._at_output_gradient, record))
         record.output = self.ledger.number(hidden)
