@@ -188,7 +188,11 @@ def _rejected_saves(root: str, model: Any) -> None:
         ({"step": 1}, fs.CheckpointExistsError, "never overwritten"),
         ({"step": -1}, ValueError, "step must be"),
         ({"step": 5, "keep_last": 0}, ValueError, "keep_last"),
-        ({"step": 5, "keep_last": 2.0}, ValueError, "keep_last must be an integer"),
+        (
+            {"step": 5, "keep_last": 2.0},
+            ValueError,
+            r"keep_last \(None keeps every step\) must be an integer",
+        ),
         ({"step": 5, "keep_last": 1, "keep_best": -1}, ValueError, "keep_best must be an integer, 0 or more"),
         (
             {"step": 5, "train_state": {"a": [{"b": torch.ones(2000)}]}},

@@ -97,8 +97,8 @@ MISTAKES = [
     Mistake(
         "nearly all of the best steps are kept",
         "dcp_io/saving.py",
-        "        if type(keep_best) is not int or keep_best < 0:",
-        "        if False:",
+        '            ("keep_best", keep_best, 0),',
+        '            ("keep_best", 0, 0),',
         ("tests/dcp_io/test_faults.py",),
     ),
     Mistake(

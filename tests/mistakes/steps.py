@@ -288,8 +288,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a head gets the dtype that its shards have",
         "shard/units.py",
-        "casts = replace(inner, cast_forward_inputs=policy.cast_forward_inputs)",
-        "casts = inner",
+        "                replace(inner, cast_forward_inputs=policy.cast_forward_inputs),",
+        "                inner,",
         ("tests/shard/test_shard.py::test_a_head_that_is_asked_for_its_dtype_before_it_is_gathered",),
     ),
     Mistake(

@@ -97,8 +97,11 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
 
 def _saved_modules(model: nn.Module) -> dict[str, Any]:
     """Peft's wrappers around modules that are trained as copies, or in part, by FQN in the base model."""
-    modules = base_of(model).named_modules()
-    return {fqn: module for fqn, module in modules if is_a(module, "AuxiliaryTrainingWrapper", "peft")}
+    return {
+        fqn: module
+        for fqn, module in base_of(model).named_modules()
+        if is_a(module, "AuxiliaryTrainingWrapper", "peft")
+    }
 
 
 def nested(layer: Any) -> list[Any]:
@@ -271,8 +274,12 @@ def settings_apart(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         for key in sorted({*then[name], *now[name]})
         if then[name].get(key) != now[name].get(key)
     ]
-    way_out = "Put them in with the config of the run that saved it"
-    return f"other adapters than the model has: {'; '.join(apart)}. {way_out}" if apart else ""
+    return (
+        f"other adapters than the model has: {'; '.join(apart)}. Put them in with the config of the run that "
+        "saved it"
+        if apart
+        else ""
+    )
 
 
 def recorded_settings(model: nn.Module) -> dict[str, dict[str, Any]]:

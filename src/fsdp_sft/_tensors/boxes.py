@@ -161,8 +161,7 @@ def box_of(tensor: torch.Tensor) -> Box:
         raise ValueError(
             f"rank {this_rank()} is not in the mesh of the model's parameters; all ranks must be"
         )
-    cuts = cuts_of(tensor.placements, mesh.shape, tensor.ndim)
-    return box_at(tensor.shape, cuts, mesh.shape, coordinate)
+    return box_at(tensor.shape, cuts_of(tensor.placements, mesh.shape, tensor.ndim), mesh.shape, coordinate)
 
 
 def check_ranks_ascend(mesh: DeviceMesh, placements: Sequence[Any]) -> None:

@@ -97,8 +97,10 @@ def packed_base(model: nn.Module) -> dict[str, str] | None:
         (name, shard.format, int(total) % _MODULUS)
         for (name, (_, shard)), total in zip(shards.items(), all_reduce_sum(own), strict=True)
     ]
-    digest = hashlib.sha256(json.dumps([weights.kind, each]).encode()).hexdigest()
-    return {"kind": weights.kind, "digest": digest}
+    return {
+        "kind": weights.kind,
+        "digest": hashlib.sha256(json.dumps([weights.kind, each]).encode()).hexdigest(),
+    }
 
 
 def refuse_packed(model: nn.Module, source: Path) -> None:

@@ -392,8 +392,7 @@ def _new_state(
         return torch.empty_like(parameter.detach(), dtype=stored.dtype)
     # Where torch puts it: the count of steps is on the host, unless the step itself runs on the device.
     on_device = name != "step" or options.get("fused") or options.get("capturable")
-    device = parameter.device if on_device else torch.device("cpu")
-    return torch.empty((), dtype=stored.dtype, device=device)
+    return torch.empty((), dtype=stored.dtype, device=parameter.device if on_device else "cpu")
 
 
 def _apply_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -258,14 +258,13 @@ def prepare_save(
     target, started = step_folder(root, step), time.perf_counter()
     with agreed(f"preparing to save {target}", _agree_on) as decision:
         wait_for_last()
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise ValueError(
-                f"keep_last must be an integer, 1 or more, or None to keep every step, got {keep_last!r}"
-            )
-        if type(keep_best) is not int or keep_best < 0:
-            raise ValueError(f"keep_best must be an integer, 0 or more, got {keep_best!r}")
+        for name, value, least in (
+            ("step", step, 0),
+            ("keep_last (None keeps every step)", 1 if keep_last is None else keep_last, 1),
+            ("keep_best", keep_best, 0),
+        ):
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer, {least} or more, got {value!r}")
         model = reshard(model)
         names = parameter_names(model)
         content = model_tensors(model, "saving a checkpoint")

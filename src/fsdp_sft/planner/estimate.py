@@ -118,8 +118,9 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
 
 def fits(skeleton: Skeleton, run: Run, memory_bytes: int | None) -> bool:
     """Whether a run fits on devices of that memory; see ``budget_of``."""
-    usable = budget_of(run.device, run.num_gpus, memory_bytes).usable_bytes
-    return estimate(skeleton, run).peak_bytes <= usable
+    return (
+        estimate(skeleton, run).peak_bytes <= budget_of(run.device, run.num_gpus, memory_bytes).usable_bytes
+    )
 
 
 def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:

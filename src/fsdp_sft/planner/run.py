@@ -123,8 +123,9 @@ class Run:
         check_integer("lora_rank", self.lora_rank, 0)
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                choices = ", ".join(map(repr, allowed))
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
+                )
         if self.ep_size > 1 and self.cp > 1:
             raise ValueError(
                 "ranks that share rows cannot share out experts: one of cp and ep_size has to be 1, got "

@@ -71,8 +71,15 @@ def units_of(
         units.append(Unit([embedding], inner, bool(reshard), beside_root=True))
     if head is not None:
         # Mamba casts to the dtype of the head's weight, which is the shards' before the head is gathered.
-        head_casts = replace(inner, cast_forward_inputs=policy.cast_forward_inputs)
-        units.append(Unit([head], head_casts, False, beside_root=True))  # its backward follows its forward
+        # Its backward follows its forward.
+        units.append(
+            Unit(
+                [head],
+                replace(inner, cast_forward_inputs=policy.cast_forward_inputs),
+                False,
+                beside_root=True,
+            )
+        )
     return [*units, Unit([model], policy, None)]
 
 

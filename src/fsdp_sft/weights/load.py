@@ -154,8 +154,8 @@ def load_weights(
         )
     reshard(model)
     mesh_of(model)  # refuses a model that is cut into stages or along layers
-    checkpoint = Checkpoint(str(resolve_folder(name_or_path, revision=revision)))
-    return _load(model, checkpoint, missing, unexpected, seed)
+    folder = resolve_folder(name_or_path, revision=revision)
+    return _load(model, Checkpoint(str(folder)), missing, unexpected, seed)
 
 
 def _load(model: nn.Module, checkpoint: Checkpoint, missing: str, unexpected: str, seed: int) -> LoadReport:

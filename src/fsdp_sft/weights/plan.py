@@ -84,8 +84,12 @@ class LoadPlan:
             )
             for key, tensor in sorted(self.stored.items())
         ]
-        targets = [*self.targets.values(), *self.duplicates]
-        described = repr([files, targets, self.missing, self.initialised, self.unexpected])
+        described = repr(
+            [
+                *(files, [*self.targets.values(), *self.duplicates]),
+                *(self.missing, self.initialised, self.unexpected),
+            ]
+        )
         return hashlib.sha256(described.encode()).hexdigest()
 
 
@@ -225,9 +229,9 @@ def _targets_of(
             if not all(isinstance(tensor, Traced) for tensor in converted.values()):
                 raise UntraceableError("it makes tensors of its own")
         except Exception as error:
-            advice = _WRITE_ONCE if isinstance(error, UntraceableError) else ""
             raise CheckpointFormatError(
-                f"{converter} cannot make {first!r} from {abridged(keys)}: {error}{advice}"
+                f"{converter} cannot make {first!r} from {abridged(keys)}: {error}"
+                + (_WRITE_ONCE if isinstance(error, UntraceableError) else "")
             ) from None
     targets = []
     for name, tensor in converted.items():

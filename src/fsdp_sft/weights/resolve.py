@@ -170,10 +170,9 @@ def resolve_folder(
     if all(seen):
         return Path(name)
     if any(seen):
-        missing = [rank for rank, is_folder in enumerate(seen) if not is_folder]
         raise CheckpointFormatError(
-            f"{name} is a folder on some ranks but not on {missing[:8]}; put it on a shared file system, or "
-            "copy it to every node"
+            f"{name} is a folder on some ranks but not on {[r for r, own in enumerate(seen) if not own][:8]}"
+            "; put it on a shared file system, or copy it to every node"
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise CheckpointFormatError(
