@@ -47,7 +47,7 @@ from fsdp_sft.experts import (
     prepare_experts as prepare_experts,
     watch_experts as watch_experts,
 )
-from fsdp_sft.export import (
+from fsdp_sft.export.hf import (
     check_export as check_export,
     export_adapter as export_adapter,
     export_hf as export_hf,

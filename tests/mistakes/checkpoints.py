@@ -159,9 +159,9 @@ MISTAKES = [
     ),
     Mistake(
         "a plan's adapters of a mixture are those that peft puts on experts too",
-        "planner/model.py",
-        "run.lora_targets is None and self.experts:",
-        "run.lora_targets is None and False:",
+        "planner/run.py",
+        "self.lora and self.lora_targets is None",
+        "self.lora and False",
         ("tests/planner/test_search.py",),
     ),
     Mistake(

@@ -96,8 +96,11 @@ def test_errors_arrive_as_they_were_or_by_their_text() -> None:
             agree.raise_first(error if rank == 1 else None, "failing")
         told = {**vars(caught.value), "__notes__": caught.value.__notes__[:notes]}
         assert told == {**vars(error), "__notes__": getattr(error, "__notes__", [])[:notes]}
-        assert (type(caught.value), str(caught.value)) == (type(error), str(error))
-        assert repr(caught.value.args) == repr(error.args)
+        assert (type(caught.value), str(caught.value), repr(caught.value.args)) == (
+            type(error),
+            str(error),
+            repr(error.args),
+        )
     of_one_rank = type("OfOneRank", (Exception,), {"__module__": __name__})
     globals().update({"OfOneRank": of_one_rank} if rank == 1 else {})
     for text, error in {

@@ -337,14 +337,16 @@ def test_the_time_limit_and_the_signal_before_it(
 ) -> None:
     """Two jobs at once. Slurm sends the signal up to a minute early, and strikes up to 30 s late.
 
-    At the paces here the first start of the job with a limit cannot end before it is struck.
+    At the paces here the first start of the job with a limit cannot end before it is struck, nor could the
+    second be sure to, so it gets more time.
     """
     options = {"signal": ("--time=2", "--signal=USR1@30"), "limit": ("--time=1", "--signal=CONT@1")}
-    paces = {"signal": 2.5, "limit": 2.0}
     jobs = {}
     for name, option in options.items():
         (tmp_path / name).mkdir()
-        jobs[name] = TrainingJob(cluster, tmp_path / name, *option, pace=paces[name])
+        jobs[name] = TrainingJob(cluster, tmp_path / name, *option, pace={"signal": 2.5, "limit": 2.0}[name])
+    cluster.until(jobs["limit"].exit_codes, 300, "no exit code")
+    cluster.call("scontrol", "update", f"JobId={jobs['limit'].id}", "TimeLimit=5")
     states = cluster.wait(*(job.id for job in jobs.values()), starts=2, timeout=900)
     for (name, job), ended in zip(jobs.items(), states, strict=True):
         assert ended["JobState"] == "COMPLETED", job.text.read_text()

@@ -100,8 +100,8 @@ def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[
     """Class, context and inner tensors of this rank's part of a state; no class for a plain tensor.
 
     Raises:
-        UnstorableStateError: If it is of a subclass that does not say what is inside it, or whose inner
-            tensors or context cannot be stored.
+        UnstorableStateError: If it is of a subclass that does not say what is inside it, or that has further
+            subclasses inside it.
     """
     local: Any = local_tensor(tensor)
     kind = type(local)
@@ -121,7 +121,6 @@ def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[
     nested = [n for n, t in inner.items() if type(t) not in (torch.Tensor, torch.nn.Parameter)]
     if nested:
         raise UnstorableStateError(f"{name} is a {kind.__name__} with subclasses inside it ({nested})")
-    encode(context, f"what {kind.__name__} says of {name}")  # raises if that is not possible
     return f"{kind.__module__}.{kind.__qualname__}", context, inner
 
 
@@ -147,18 +146,8 @@ def content_of_one(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the "
                     "model's; make the optimizer from model.parameters() after the model has been sharded"
                 )
-            fqn = names[parameter]
-            parameters[fqn] = [dtype_name(parameter.dtype), list(parameter.shape)]
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if not isinstance(name, str) or "/" in name:
-                    raise UnstorableStateError(
-                        f"the state of {fqn} has an entry named {name!r}; expected a string without a slash"
-                    )
-                if isinstance(value, torch.Tensor):
-                    _check_state(value, parameter, f"{fqn}/{name}")
-                    tensors[f"{fqn}/{name}"] = value
-                else:
-                    values.setdefault(fqn, {})[name] = encode(value, f"optimizer state {name!r} of {fqn}")
+        own = {names[p]: p for p in group["params"]}
+        parameters |= {fqn: [dtype_name(p.dtype), list(p.shape)] for fqn, p in own.items()}
         # A tensor, such as a learning rate, is exact as a number: a float64 holds every float32.
         numbers = {
             key: value.item() if type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1 else value
@@ -166,7 +155,18 @@ def content_of_one(
             if key != "params"
         }
         options = {key: encode(value, f"param_groups[{index}][{key!r}]") for key, value in numbers.items()}
-        groups.append({"params": [names[parameter] for parameter in group["params"]], "options": options})
+        groups.append({"params": [*own], "options": options})
+        for fqn, parameter in own.items():
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(name, str) or "/" in name:
+                    raise UnstorableStateError(
+                        f"the state of {fqn} has an entry named {name!r}; expected a string without a slash"
+                    )
+                if not isinstance(value, torch.Tensor):
+                    values.setdefault(fqn, {})[name] = encode(value, f"optimizer state {name!r} of {fqn}")
+                else:
+                    _check_state(value, parameter, f"{fqn}/{name}")
+                    tensors[f"{fqn}/{name}"] = value
     info = {"class": type(optimizer).__name__, "parameters": parameters, "groups": groups, "values": values}
     return info, tensors
 

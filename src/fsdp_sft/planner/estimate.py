@@ -181,10 +181,12 @@ def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budge
     memory = gpu.memory_bytes if memory_bytes is None else memory_bytes
     if gpu.name == "cpu":  # a tenth of a host's memory is left to others
         return Budget(memory, (("other processes", memory // 10),))
-    # torch sees less than nvidia-smi reports as the total, by 350 MiB (RTX 4090) to 900 MiB (A100 80 GB).
-    driver = int(min(256 * MIB, memory * _FRAGMENTS) + memory * 0.005)
-    # Kernels and stacks of one process; less with CUDA_MODULE_LOADING=LAZY, torch's default.
-    taken = [("driver", driver), ("CUDA context", 512 * MIB)]
+    taken = [
+        # torch sees less than nvidia-smi reports as the total, by 350 MiB (RTX 4090) to 900 MiB (A100 80 GB).
+        ("driver", int(min(256 * MIB, memory * _FRAGMENTS) + memory * 0.005)),
+        # Kernels and stacks of one process; less with CUDA_MODULE_LOADING=LAZY, torch's default.
+        ("CUDA context", 512 * MIB),
+    ]
     if num_gpus > 1:  # buffers of the channels to other GPUs, outside of torch's allocator
         taken.append(("NCCL", (512 if num_gpus <= gpu.gpus_per_node else 1024) * MIB))
     return Budget(memory, (*taken, ("fragments", int(memory * _FRAGMENTS))))

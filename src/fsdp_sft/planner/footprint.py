@@ -172,8 +172,7 @@ def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workloa
         if event.op in _NOT_FUSED:
             alone.append(event)
         elif event.moved:
-            made = set(event.outputs) - set(event.inputs)
-            written |= made & in_memory
+            written |= in_memory & set(event.outputs) - set(event.inputs)
             read |= set(event.inputs) & in_memory - written
     moved = sum(sizes[number] for number in read | written)
     return work_of(alone) + (((0.0, float(moved), False),) if moved else ())

@@ -84,8 +84,9 @@ class Event:
 
 def work_of(events: Iterable[Event]) -> Workload:
     """The work of operations that run one by one."""
-    counted = (event for event in events if event.flops or event.moved)
-    return tuple((event.flops, event.moved, event.op == ATTENTION) for event in counted)
+    return tuple(
+        (event.flops, event.moved, event.op == ATTENTION) for event in events if event.flops or event.moved
+    )
 
 
 @dataclass(eq=False)

@@ -5,7 +5,6 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from fsdp_sft._model.configs import config_of
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import settings_of, without_settings
 from fsdp_sft.planner.parameters import Group, group_of, layouts_of
-from fsdp_sft.planner.run import Run
+from fsdp_sft.planner.run import Lora, Run
 from fsdp_sft.shard.packing import STORED
 from fsdp_sft.shard.units import needs_weight_in_backward, own_vocabulary
 
@@ -102,8 +101,8 @@ class Skeleton:
 
     def run_of_code(self, run: Run) -> Run:
         """The run with what the code of a plan has to say, where the calls' defaults train something else."""
-        if run.lora_rank and run.lora_targets is None and self.experts:
-            run = replace(run, lora_targets=self.adapted)  # peft's all-linear adapts experts as well
+        if self.experts:
+            run = run.naming(self.adapted)  # peft's all-linear adapts experts as well
         if run.is_made_in_steps and run.frozen_dtype is None and self.towers:
             run = replace(run, frozen_dtype=run.param_dtype)
         return run
@@ -111,8 +110,7 @@ class Skeleton:
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
         """The distinct groups, each with its number of occurrences."""
-        others = (self.root, self.embedding, self.head, *self.towers)
-        return tuple(Counter([*self.groups, *others]).items())
+        return tuple(Counter([*self.groups, self.root, self.embedding, self.head, *self.towers]).items())
 
 
 def build_skeleton(config: "PreTrainedConfig | str | os.PathLike[str]", run: Run) -> Skeleton:
@@ -124,10 +122,9 @@ def build_skeleton(config: "PreTrainedConfig | str | os.PathLike[str]", run: Run
     """
     config = config_of(config) if isinstance(config, (str, os.PathLike)) else config
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    lora: Any = (run.lora_rank, run.lora_targets or ("all-linear",)) if run.lora_rank else None
     # float16 takes as much as bfloat16, of which alone torch's meta kernels multiply groups (2.13).
     dtype = torch.bfloat16 if run.param_dtype == torch.float16 else run.param_dtype
-    return _cached_skeleton(_Keyed(key, config), dtype, lora, run.packed)
+    return _cached_skeleton(_Keyed(key, config), dtype, run.lora, run.packed)
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ class _Keyed:
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str | None) -> Skeleton:
+def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Lora | None, packed: str | None) -> Skeleton:
     """The skeleton for one config, compute dtype, adapters and way to keep what is frozen."""
     config = keyed.config
     model = build_model(config, dtype)
@@ -150,14 +147,19 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     adapted: tuple[str, ...] = ()
     if lora is not None:
         model.requires_grad_(False)
-        adapted = _add_lora(blocks, *lora)
+        adapted = lora.adapt(blocks)
     towers = tuple(towers_of(model))
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
     experts = experts_to_place(model)
     layouts = {} if packed is None else layouts_of(model, blocks, packed, settings)
-    left = {id(p): name for name, p in model.named_parameters()}
-    take = functools.partial(group_of, left=left, towers=towers, experts=experts, layouts=layouts)
+    take = functools.partial(
+        group_of,
+        left={id(p): name for name, p in model.named_parameters()},
+        towers=towers,
+        experts=experts,
+        layouts=layouts,
+    )
     known: dict[Any, Group] = {}
     groups = tuple(known.setdefault(group.parameters, group) for group in map(take, blocks))
     tower_groups = tuple(take(model.get_submodule(tower)) for tower in towers)
@@ -227,37 +229,6 @@ def likeness(block: nn.Module) -> Any:
         shapes = [(key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False)]
         parts.append((name, type(module).__name__, tuple(plain), tuple(shapes)))
     return tuple(parts)
-
-
-class _LoraLinear(nn.Module):
-    """A frozen linear layer with a LoRA adapter."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        place = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_A = nn.Linear(base.in_features, rank, bias=False, **place)
-        self.lora_B = nn.Linear(rank, base.out_features, bias=False, **place)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
-
-
-def _add_lora(blocks: Sequence[nn.Module], rank: int, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """Add adapters to the named linear layers of the blocks; returns the names of those layers."""
-    chosen = [
-        (block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module)
-        for block in blocks
-        for name, module in block.named_modules()
-        # A subclass with a forward of its own (DeepSeek-V4's groups of heads) is no layer for adapters.
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        if name.rpartition(".")[2] in targets or "all-linear" in targets
-    ]
-    if not chosen:
-        raise ValueError(f"lora_targets={targets!r} names no linear layer of the blocks")
-    for parent, name, module in chosen:
-        setattr(parent, name, _LoraLinear(module, rank))
-    return tuple(dict.fromkeys(name for _, name, _ in chosen))
 
 
 def _idle_expert_parameters(model: nn.Module, config: Any) -> int:

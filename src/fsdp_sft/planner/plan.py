@@ -129,7 +129,7 @@ _OPTIMIZERS = {
 
 def _code(run: Run, model: str, *, has_varlen: bool) -> Iterator[str]:
     """Lines of code that run a plan; ``has_varlen``: whether the model can attend within rows of a pack."""
-    imports = {"import peft": run.lora_rank, "import torchao.optim": run.optimizer == "adamw8bit"}
+    imports = {"import peft": run.lora, "import torchao.optim": run.optimizer == "adamw8bit"}
     yield from (line for line, is_used in imports.items() if is_used)
     yield "fs.init_distributed()"
     mesh = _arguments(dp_replicate=(str(run.dp_replicate), "1"), cp=(str(run.cp), "1"))
@@ -143,8 +143,10 @@ def _code(run: Run, model: str, *, has_varlen: bool) -> Iterator[str]:
     yield from (line for line, is_used in changes.items() if is_used)
     yield f"optimizer = {_OPTIMIZERS[run.optimizer]}"
     if run.attention_mask or not (has_varlen or run.shares_rows):
-        size = run.micro_batch_size
-        yield f"loader = DataLoader(rows, {size}, sampler=fs.ResumableSampler(rows), collate_fn=...)"
+        yield (
+            f"loader = DataLoader(rows, {run.micro_batch_size}, sampler=fs.ResumableSampler(rows), "
+            "collate_fn=...)"
+        )
     else:  # a pack has the tokens of a micro-batch
         tokens = run.micro_batch_size * run.seq_length
         yield (
@@ -166,9 +168,6 @@ def _model(run: Run, name: str) -> Iterator[str]:
         f"torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype={param}, reduce_dtype={reduce})"
         for param, reduce in ((run.param_dtype, run.reduce_dtype), (torch.bfloat16, torch.float32))
     )
-    targets = run.lora_targets or ("all-linear",)
-    chosen = "all-linear" if "all-linear" in targets else list(targets)
-    lora = f"peft.LoraConfig(r={run.lora_rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')"
     shard = {
         "reshard_after_forward": (str(run.reshard_after_forward), "True"),
         "master_dtype": (str(run.master_dtype), "torch.float32"),
@@ -184,7 +183,7 @@ def _model(run: Run, name: str) -> Iterator[str]:
             "sac_ratio": ("'0'" if is_placed else ratio, "'0'"),
             "compile": (str(run.compile), "False"),
             **shard,
-            "peft_config": (lora if run.lora_rank else "None", "None"),
+            "peft_config": (run.lora.code if run.lora else "None", "None"),
             "frozen_dtype": (frozen, usual_frozen),
         }
         yield f"model = fs.load_pretrained({_arguments(repr(name), 'mesh=mesh', **all_at_once)})"
@@ -193,20 +192,20 @@ def _model(run: Run, name: str) -> Iterator[str]:
         return
     yield f"model = fs.build_meta_model({_arguments(repr(name), dtype=shard['master_dtype'])})"
     yield "fs.freeze_towers(model)"
-    if run.lora_rank:
-        yield f"model = fs.add_adapters(model, {lora})"
+    if run.lora:
+        yield f"model = fs.add_adapters(model, {run.lora.code})"
     if run.sac_ratio:
         yield apply_sac
     if run.compile:
         yield "fs.compile_blocks(model)"
-    shard["frozen_dtype"] = frozen, "" if run.lora_rank else usual_frozen
+    shard["frozen_dtype"] = frozen, "" if run.lora else usual_frozen
     yield f"fs.shard_model({_arguments('model', 'mesh=mesh', **shard, ep_size=(str(run.ep_size), '1'))})"
     yield f"fs.load_weights(model, {name!r})"
 
 
 def usual_rate(run: Run) -> str:
     """A usual learning rate: ten times higher for adapters."""
-    return "1e-4" if run.lora_rank else "1e-5"
+    return "1e-4" if run.lora else "1e-5"
 
 
 def _arguments(*positional: str, **named: tuple[str, str]) -> str:

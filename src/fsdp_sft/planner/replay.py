@@ -100,8 +100,9 @@ class _Step:
         self.first_backward = skeleton.first_backward
         self.checkpointed = run.checkpointed(len(skeleton.blocks))
         self.sizes = [group_sizes(group, run) for group in skeleton.groups]
-        others = (skeleton.root, skeleton.embedding, skeleton.head)
-        self.root, self.embedding, self.head = (group_sizes(group, run) for group in others)
+        self.root, self.embedding, self.head = (
+            group_sizes(group, run) for group in (skeleton.root, skeleton.embedding, skeleton.head)
+        )
         self.gathers_embedding_again = skeleton.gathers_embedding_again and run.reshard_after_forward
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
         # share a mask; blocks with a window have another one. So each storage is counted once.
@@ -138,8 +139,7 @@ class _Step:
 
     def micro_step(self, *, reduce: bool = True) -> None:
         """Forward and backward of one micro-batch, with the reduction of its gradients or without."""
-        last_gather = self._forward()
-        self._loss(last_gather)
+        self._loss(self._forward())
         self._backward(reduce=reduce)
 
     def _forward(self) -> int:

@@ -1,11 +1,12 @@
 """The description of a training run that the planner takes."""
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import nn
 
 from fsdp_sft._process.gpus import Gpu, gpu_named
 from fsdp_sft.sac import Placement, Ratio, parse_ratio, select_block_indices
@@ -34,6 +35,54 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen_dtype": (*_FLOATING, *KINDS, None),
     "logits_dtype": (*_FLOATING, None),
 }
+
+
+class _LoraLinear(nn.Module):
+    """A frozen linear layer with a LoRA adapter."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        place = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False, **place)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, **place)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
+
+
+class Lora(NamedTuple):
+    """Adapters of linear layers, of one rank.
+
+    Attributes:
+        rank: Their rank.
+        targets: Names of the layers; ``"all-linear"`` stands for all in the blocks.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """The adapters as peft's configuration, in code."""
+        targets = "'all-linear'" if "all-linear" in self.targets else list(self.targets)
+        return f"peft.LoraConfig(r={self.rank}, target_modules={targets}, task_type='CAUSAL_LM')"
+
+    def adapt(self, blocks: Sequence[nn.Module]) -> tuple[str, ...]:
+        """Add adapters to the layers of the blocks; returns the names of those layers."""
+        chosen = [
+            (block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module)
+            for block in blocks
+            for name, module in block.named_modules()
+            # A subclass with a forward of its own (DeepSeek-V4's groups of heads) is no layer for adapters.
+            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            if name.rpartition(".")[2] in self.targets or "all-linear" in self.targets
+        ]
+        if not chosen:
+            raise ValueError(f"lora_targets={self.targets!r} names no linear layer of the blocks")
+        for parent, name, module in chosen:
+            setattr(parent, name, _LoraLinear(module, self.rank))
+        return tuple(dict.fromkeys(name for _, name, _ in chosen))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +198,15 @@ class Run:
         return self.gpu if isinstance(self.gpu, Gpu) else gpu_named(self.gpu)
 
     @property
+    def lora(self) -> Lora | None:
+        """The adapters that are trained in place of the model."""
+        return Lora(self.lora_rank, tuple(self.lora_targets or ("all-linear",))) if self.lora_rank else None
+
+    def naming(self, adapted: tuple[str, ...]) -> "Run":
+        """The run with the layers that its adapters are in as targets, if it names none."""
+        return replace(self, lora_targets=adapted) if self.lora and self.lora_targets is None else self
+
+    @property
     def packed(self) -> str | None:
         """How frozen matrices of blocks are kept packed, such as ``"nf4"``; None: not at all."""
         return self.frozen_dtype if isinstance(self.frozen_dtype, str) else None
@@ -187,8 +245,9 @@ class Run:
     @functools.lru_cache(maxsize=256)  # noqa: B019  runs are few and small
     def checkpointed(self, num_blocks: int) -> frozenset[int]:
         """Indices of the blocks that are recomputed in the backward."""
-        ratio = parse_ratio(self.sac_ratio)
-        return frozenset(select_block_indices(num_blocks, ratio, placement=self.sac_placement))
+        return frozenset(
+            select_block_indices(num_blocks, parse_ratio(self.sac_ratio), placement=self.sac_placement)
+        )
 
 
 def check_integer(name: str, value: Any, smallest: int) -> None:

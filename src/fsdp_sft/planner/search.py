@@ -201,8 +201,7 @@ def _least_checkpointed(
 
 def _fused(run: Run, given: dict[str, Any]) -> Run:
     """The run with fused AdamW, which makes no copies, unless an optimizer was asked for."""
-    is_open = "optimizer" not in given and run.device.name != "cpu"
-    return replace(run, optimizer="adamw_fused") if is_open else run
+    return run if "optimizer" in given or run.device.name == "cpu" else replace(run, optimizer="adamw_fused")
 
 
 def _what_would_fit(
