@@ -1,4 +1,4 @@
-"""Tiny vision-language models, in the shape in which they are published."""
+"""Tiny vision-language and audio models, in the shape in which they are published."""
 
 from collections.abc import Callable
 from typing import Any
@@ -76,6 +76,37 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         },
         vision_config=GLM_VISION,
     ),
+    # The decoder holds the towers.
+    "phi4-multimodal": lambda: tf.Phi4MultimodalConfig(
+        **TEXT,
+        vision_config={**VISION, "crop_size": 28, "feature_layer": -1, "image_token_id": 2},
+        audio_config={
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 16,
+            "nemo_conv_channels": 16,
+            "audio_token_id": 3,
+        },
+    ),
+    "chameleon": lambda: tf.ChameleonConfig(
+        **TEXT,
+        vocabulary_map={"<image>": 2},
+        vq_config={"embed_dim": 8, "num_embeddings": 8, "base_channels": 32, "channel_multiplier": [1, 1]},
+    ),
+    "qwen2-audio": lambda: tf.Qwen2AudioConfig(
+        text_config={"model_type": "qwen2", **TEXT},
+        audio_config={
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 16,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "num_mel_bins": 8,
+            "max_source_positions": 16,
+        },
+    ),
 }
 
 
@@ -84,4 +115,4 @@ def tiny(name: str, **fields: Any) -> Any:
     torch.manual_seed(0)
     config = CONFIGS[name]()
     config.update(fields)
-    return tf.AutoModelForImageTextToText.from_config(config).train()
+    return tf.AutoModelForMultimodalLM.from_config(config).train()

@@ -61,10 +61,10 @@ MISTAKES = [
         ("tests/test_example.py",),
     ),
     Mistake(
-        "a model is verified with padding on one side",
+        "a model is verified with so little padding that a slow dependence is below rounding",
         "sampling/verify.py",
-        "for sides in ((0, _PADDING), (_PADDING, 0))",
-        "for sides in ((0, _PADDING), (0, _PADDING))",
+        "max(padded, _TOKENS + 1)",
+        "_TOKENS + 1",
         ("tests/sampling/test_padding.py",),
     ),
     Mistake(

@@ -39,6 +39,13 @@ MISTAKES: list[Mistake] = [
         ("tests/model/test_adapters.py",),
     ),
     Mistake(
+        "towers within a decoder are trained",
+        "_model/blocks.py",
+        "inside.isdisjoint(module.modules())",
+        "True",
+        ("tests/model/test_adapters.py::test_they_are_what_text_gives_no_gradient",),
+    ),
+    Mistake(
         "frozen towers are packed with a block around them",
         "shard/packing.py",
         "chosen = to_prepare(base, matrices_to_pack(",

@@ -420,9 +420,11 @@ def test_every_family_is_planned(family: str) -> None:
     assert estimate_memory(config, RUN).peak_bytes > 0
 
 
-def test_blocks_may_return_more_than_hidden_states() -> None:
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_blocks_may_return_more_than_hidden_states_and_read_weights(lora_rank: int) -> None:
     assert estimate_memory(
-        tf.GlmMoeDsaConfig(num_hidden_layers=6, hidden_size=64, vocab_size=100, n_routed_experts=8), RUN
+        tf.GlmMoeDsaConfig(num_hidden_layers=6, hidden_size=64, vocab_size=100, n_routed_experts=8),
+        dataclasses.replace(RUN, lora_rank=lora_rank),
     ).peak_bytes
 
 

@@ -21,6 +21,7 @@ ROWS = [list(range(20, 20 + length)) for length in (9, 4, 7, 6)]
 # Every class of transformers 5.23 and 5.24 whose logits of a row move with padding on its left.
 MOVED = [
     "Bart",
+    "Beam",
     "BigBird",
     "BigBirdPegasus",
     "BioGpt",
@@ -28,7 +29,6 @@ MOVED = [
     "BlenderbotSmall",
     "Blt",
     "Clvp",
-    "CpmAnt",
     "DeepseekV4",
     *(["Dory"] if Version(transformers.__version__) >= Version("5.24") else []),
     "Electra",

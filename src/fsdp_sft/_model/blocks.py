@@ -18,6 +18,9 @@ _logger = logging.getLogger(__name__)
 # list of three projection matrices beside its 35 layers).
 _SMALLEST_SHARE = 0.1
 
+# Configs of towers that a decoder may hold itself (Phi-4 multimodal, Chameleon).
+_TOWER_CONFIGS = ("vision_config", "audio_config", "vq_config")
+
 BlockClass = type[nn.Module] | str
 
 
@@ -154,23 +157,30 @@ def towers_of(model: Any) -> list[str]:
     """FQNs of the outermost modules of a multimodal model that text does not pass through.
 
     These are the modules of its base model, such as a vision tower and the projector after it, that have no
-    parameter of the text decoder or of the embeddings. Empty for a model of text alone, with an encoder or
-    without.
+    parameter of the text decoder or of the embeddings, and the towers within a decoder. Empty for a model of
+    text alone, with an encoder or without.
 
     Args:
         model: The model, without wrappers and adapters around it.
     """
     config: Any = getattr(model, "config", None)
+    held = [type(part) for part in (getattr(config, name, None) for name in _TOWER_CONFIGS) if part]
     if (
         not hasattr(config, "get_text_config")
         or not hasattr(model, "get_decoder")
         or getattr(config, "is_encoder_decoder", False)
-        or config.get_text_config(decoder=True) is config
+        or (config.get_text_config(decoder=True) is config and not held)
     ):
         return []
-    base = getattr(model, "base_model", model)
-    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    base, decoder = getattr(model, "base_model", model), model.get_decoder()
+    inside = {m for m in decoder.modules() if isinstance(getattr(m, "config", None), tuple(held))}
+    text = [
+        *(module for module in decoder.children() if inside.isdisjoint(module.modules())),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    ]
     used = {id(p) for module in text if module is not None for p in module.parameters()}
+    used.update(map(id, decoder.parameters(recurse=False)))
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
     return [prefix + name for name in _outermost(base, used)]
 

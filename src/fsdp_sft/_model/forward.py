@@ -129,8 +129,7 @@ def logits_tolerance(model: nn.Module, device: torch.device) -> float:
     dtypes = compute_dtypes(model)
     if torch.is_autocast_enabled(device.type):
         dtypes.add(torch.get_autocast_dtype(device.type))
-    known = [TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES]
-    tolerance = max(known, default=TOLERANCES[torch.bfloat16])
+    tolerance = max((TOLERANCES[d] for d in dtypes if d in TOLERANCES), default=TOLERANCES[torch.bfloat16])
     # This setting makes cuBLAS compute float32 products in TF32. Other devices stay with float32.
     if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         tolerance = max(tolerance, _TF32_TOLERANCE)

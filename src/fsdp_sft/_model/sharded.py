@@ -77,8 +77,11 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
         )
     if replicas is None:
         return None
-    device_type = next(model.parameters(), torch.empty(0)).device.type
-    return DeviceMesh.from_group(replicas, device_type, mesh_dim_names=(DP_REPLICATE,))
+    return DeviceMesh.from_group(
+        replicas,
+        next(model.parameters(), torch.empty(0)).device.type,
+        mesh_dim_names=(DP_REPLICATE,),
+    )
 
 
 def _mesh_of_parameters(model: nn.Module) -> DeviceMesh | None:
@@ -158,8 +161,9 @@ def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
         if tensor.is_meta and not isinstance(tensor, DTensor):
             if id(tensor) not in made:
                 fresh = torch.empty_like(tensor, device=device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+                made[id(tensor)] = (
+                    nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+                )
             setattr(*slot(model, name), made[id(tensor)])
 
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -231,8 +231,11 @@ def with_tensors(module: nn.Module, full: Mapping[str, torch.Tensor], prefix: st
         made._modules[name] = None if child is None else with_tensors(child, full, f"{prefix}{name}.")
     for tensors in (made._parameters, made._buffers):
         for name in tensors.keys() & {key.removeprefix(prefix) for key in full}:
-            is_parameter = isinstance(tensors[name], nn.Parameter)
-            tensors[name] = nn.Parameter(full[prefix + name], False) if is_parameter else full[prefix + name]
+            tensors[name] = (
+                nn.Parameter(full[prefix + name], False)
+                if isinstance(tensors[name], nn.Parameter)
+                else full[prefix + name]
+            )
     return made
 
 

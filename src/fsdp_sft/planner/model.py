@@ -210,10 +210,10 @@ def build_model(config: Any, dtype: torch.dtype) -> Any:
 
 def auto_class(config: Any) -> Any:
     """The class of transformers that builds a config's model: with its towers if it has any."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as TOWERS
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as TOWERS
 
-    return AutoModelForImageTextToText if config.model_type in TOWERS else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if config.model_type in TOWERS else AutoModelForCausalLM
 
 
 def likeness(block: nn.Module) -> Any:

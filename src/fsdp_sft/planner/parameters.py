@@ -98,8 +98,7 @@ def decoding(layout: PackedLayout, dtype: torch.dtype) -> tuple[int, Workload, f
     Returns:
         Most bytes that this takes besides the values, its work, and the weight in such parts.
     """
-    each = math.prod(layout.shape[1:])
-    number = min(layout.shape[0], max(2, -(-_RUNS * layout.form.at_once // each)))
+    number = min(layout.shape[0], max(2, -(-_RUNS * layout.form.at_once // math.prod(layout.shape[1:]))))
     rows = torch.empty((number * layout.rows_each, layout.form.row_bytes), dtype=torch.uint8, device="meta")
     place = torch.empty((number, *layout.shape[1:]), dtype=dtype, device="meta")
     ledger = Ledger()
@@ -230,8 +229,7 @@ def layouts_of(
         ValueError: If nothing is frozen, or the config does not say how rows are stored.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    dtypes = {name: p.dtype for name, p in named.items()}
-    kept = kept_parameters(model, model.dtype, named, dtypes)
+    kept = kept_parameters(model, model.dtype, named, {name: p.dtype for name, p in named.items()})
     matrices = matrices_to_pack(named, blocks, {id(named[n]) for n in kept if model.dtype.itemsize == 2})
     if not matrices:
         raise ValueError(

@@ -40,6 +40,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 class _LoraLinear(nn.Module):
     """A frozen linear layer with a LoRA adapter."""
 
+    weight = property(lambda self: self.base.weight)  # which some models read (DeepSeek's latent attention)
+    bias = property(lambda self: self.base.bias)
+
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         self.base = base

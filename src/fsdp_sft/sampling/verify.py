@@ -32,7 +32,7 @@ _EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after the l
 _SHORTEST_PROBE = 64
 _LONGEST_PROBE = 4096  # at the first pack
 _COMPARED = 64  # positions of a long row, its ends among them; a shorter row is compared at all of its own
-_TOKENS, _PADDING = 16, 8  # of the row that is padded
+_TOKENS, _PADDED = 16, 512  # of a row, and the most with the padding in front of it
 
 
 class _Verified(set[tuple[str, str | bool]]):
@@ -203,8 +203,8 @@ def row_limit(model: nn.Module) -> int | None:
         config, kinds = module.config, module.rope_type
         for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
             if kind == "longrope":
-                parameters = config.rope_parameters.get(layer, config.rope_parameters)
-                limits.append(parameters["original_max_position_embeddings"])
+                of_layer = config.rope_parameters.get(layer, config.rope_parameters)
+                limits.append(of_layer["original_max_position_embeddings"])
             elif "dynamic" in kind:
                 limits.append(config.max_position_embeddings)
     return min(limits, default=None)
@@ -259,8 +259,9 @@ def _measure(model: nn.Module, length: int) -> PackingReport:
         torch.linspace(0, size - 1, min(size, _COMPARED), dtype=torch.float64).round().long()
         for size in sizes
     ]
-    starts = accumulate(sizes[:-1], initial=0)
-    kept_in_pack = torch.cat([start + keep for start, keep in zip(starts, kept, strict=True)])
+    kept_in_pack = torch.cat(
+        [start + keep for start, keep in zip(accumulate(sizes[:-1], initial=0), kept, strict=True)]
+    )
     positions = torch.cat([torch.arange(size) for size in sizes])
 
     def packed(ids: torch.Tensor, positions: torch.Tensor = positions) -> torch.Tensor:
@@ -341,18 +342,21 @@ def verify_left_padding(model: nn.Module, mesh: DeviceMesh | None, *, with_posit
 
 
 def left_padding_error(model: nn.Module, with_positions: bool = False) -> float:
-    """Median over a row's tokens of how far logits behind padding are from those before it, relatively.
+    """Median over a row's tokens of how far its logits behind padding are from those alone, relatively.
 
-    The median, since rounding routes single tokens of a mixture to other experts.
+    The median, since rounding routes single tokens of a mixture to other experts. There is as much padding as
+    a table of positions has room for: logits may depend slowly on a position's number (BEAM).
 
-    Collective: all ranks that hold the model, by a forward of two rows of 24 tokens.
+    Collective: all ranks that hold the model, by forwards of a row of 16 tokens, alone and behind padding.
     """
-    row, place = _random_ids(model, _TOKENS), torch.arange(_TOKENS + _PADDING)
-    mask = torch.stack([place < _TOKENS, place >= _PADDING]).long()
-    inputs = {"attention_mask": mask}
-    if with_positions:
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    ids = torch.cat([nn.functional.pad(row, sides) for sides in ((0, _PADDING), (_PADDING, 0))])
-    before, behind = _logits(model, place, input_ids=ids, **inputs)
-    alone = before[:_TOKENS]
-    return float(_relative(behind[_PADDING:] - alone, alone).median())
+    row, config = _random_ids(model, _TOKENS), text_config(model)
+    tables = (getattr(config, f"max_{name}", None) for name in ("position_embeddings", "target_positions"))
+    # Half of a table, since some begin at an offset.
+    padded = min(_PADDED, row_limit(model) or _PADDED, *(most // 2 for most in tables if most))
+    logits = []
+    for width in (_TOKENS, max(padded, _TOKENS + 1)):
+        ids, mask = (nn.functional.pad(t, (width - _TOKENS, 0)) for t in (row, torch.ones_like(row)))
+        given = {"input_ids": ids, "attention_mask": mask}
+        given |= {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if with_positions else {}
+        logits.append(_logits(model, torch.arange(width)[-_TOKENS:], **given)[0])
+    return float(_relative(logits[1] - logits[0], logits[0]).median())

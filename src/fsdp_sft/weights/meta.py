@@ -232,7 +232,7 @@ def _shared_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    names = {**auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    names = {**auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     cls = getattr(transformers, str(names.get(config.model_type)), None)
     kind = getattr(getattr(cls, "config_class", None), "model_type", config.model_type)
     return None if kind in set(_model_types(config)) else cls
