@@ -9,7 +9,7 @@
 #   well, so the entry ends up under a name that no module has. A DeepSeek-V3, whose shared experts are called the same
 #   but need no renaming, reads all of them. peft says so in a warning about missing keys, and loads; without it the
 #   model answers almost like the base. merge_and_unload before saving is right.
-# Who is hit: LoRA on a model whose published names differ from its modules' by so little; Inkling's convolutions too.
+# Who is hit: LoRA on a model whose published names differ from its modules' by so little; of a DeepSeek-OCR 2 none is read.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
