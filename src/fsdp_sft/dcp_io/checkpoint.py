@@ -37,7 +37,7 @@ from fsdp_sft.dcp_io.manifest import (
     step_folders,
     step_number,
 )
-from fsdp_sft.dcp_io.model_state import LoadedStep, match_model, packed_base
+from fsdp_sft.dcp_io.model_state import LoadedStep, match_model, packed_base, total_sums
 from fsdp_sft.dcp_io.optimizers import Optimizers, apply_optimizer, match_optimizers
 from fsdp_sft.dcp_io.parts import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
@@ -357,11 +357,12 @@ def _load_step(
     Collective: all ranks.
     """
     rng = rank_state = train_state = None
-    with agreed(f"giving the model memory for {folder}"):
+    with agreed(f"giving the model memory for {folder}", total_sums) as decision:
         give_memory(model)
-    base = packed_base(model)
+        base = packed_base(model)
+        decision.told = base.sums
     with agreed(f"checking the model against {folder}"):
-        tensors, sources = match_model(folder, manifest, model, base)
+        tensors, sources = match_model(folder, manifest, model, base.fingerprint(decision.result))
         optimizers = match_optimizers(folder, manifest, model, optimizer) if optimizer is not None else []
         train_state = decode_json(manifest.train_state)
         if manifest.world_size == world_size():

@@ -135,8 +135,7 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
 
     manifest: Manifest | None = None
     with agreed(f"checking {folder}", merge) as decision:
-        share = slice(this_rank(), None, world_size())
-        manifest, problems = examine(folder, hashes=hashes, share=share)
+        manifest, problems = examine(folder, hashes=hashes, share=slice(this_rank(), None, world_size()))
         decision.told = problems, manifest and manifest.digest
     return (None if decision.result else manifest), decision.result
 
@@ -169,8 +168,7 @@ def _write_own(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> FileR
     """Write this rank's file; its record."""
     rank = this_rank()
     metadata = header_metadata(manifest.step, manifest.world_size, rank, parts)
-    tensors = {part.name: part.local for part in parts}
-    return write_tensors(folder / shard_file(rank), tensors, metadata)
+    return write_tensors(folder / shard_file(rank), {part.name: part.local for part in parts}, metadata)
 
 
 def _commit(temporary: Path, target: Path, manifest: Manifest, records: list[FileRecord]) -> None:

@@ -123,8 +123,9 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         file = source_path.resolve()
         entries = file_header(file, CheckpointCorruptError, _CONVERT).entries
         files = {name: InFile(file, entry) for name, entry in entries.items()}
-        described = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-        found, problems = match_tensors(content, described, casts=True)
+        found, problems = match_tensors(
+            content, {name: (entry.dtype, entry.shape) for name, entry in entries.items()}, casts=True
+        )
         if problems:
             raise CheckpointMismatchError("the file is of another model: " + abridged(problems, "; "))
         _check_ties(content, found, files)

@@ -297,8 +297,7 @@ def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[st
             or any(dim >= len(shape) for _, dim in shardings[number].splits)
         ):
             raise ValueError(f"the place of {name} is not valid")
-        sharding = shardings[number]
-        tensors[name] = StoredTensor(shape, DTYPES[dtype], file_key(section, name), sharding, copy)
+        tensors[name] = StoredTensor(shape, DTYPES[dtype], file_key(section, name), shardings[number], copy)
     if len({tensor.key for tensor in tensors.values()}) != len(tensors):
         raise ValueError(f"two tensors of the {section} have one name in the files")
     return tensors

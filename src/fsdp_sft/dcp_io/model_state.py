@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from fsdp_sft._model.published import (
     settings_apart,
 )
 from fsdp_sft._model.view import base_of, clean_name, kept_of
-from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft._tensors.sharding import own_part
@@ -40,7 +39,7 @@ def match_model(
         folder: Folder of the step, for messages.
         manifest: Its manifest.
         model: The model, as ``reshard`` returned it.
-        base: What ``packed_base`` returned.
+        base: As for ``stored_model``.
 
     Raises:
         CheckpointMismatchError: If names, ties, shapes, dtypes, settings or packed weights differ.
@@ -64,8 +63,9 @@ def match_model(
             if sources.setdefault(first, stored[name]) is not stored[name]:
                 problems.append(f"{first} is tied to {source} in the model but not in the checkpoint")
             if read_by.setdefault(source, first) != first:
-                other = read_by[source]
-                problems.append(f"{first} is tied to {other} in the checkpoint but not in the model")
+                problems.append(
+                    f"{first} is tied to {read_by[source]} in the checkpoint but not in the model"
+                )
     if problems:
         raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems, "; "))
     return live.tensors, sources
@@ -74,33 +74,48 @@ def match_model(
 # Packed weights in a step: they do not change, so it names what they were packed of, or has their bytes.
 
 PACKED = "packed"
-_MODULUS = 1 << 42  # a power of two, as sums wrap around at one; exact as floats of 1,000 ranks
+_MODULUS = 1 << 42  # a power of two, as sums wrap around at one
 _WORDS_AT_ONCE = 1 << 20
 
 
-def packed_base(model: nn.Module) -> dict[str, str] | None:
-    """How a model's frozen weights are packed, and a fingerprint of their bytes; None without any.
+class PackedBase(NamedTuple):
+    """How a model's frozen weights are packed.
 
-    Returns:
-        ``kind``: ``"stored"``, or the name of a recipe. ``digest``: SHA-256 of sums over the bytes of all
-        rows, which is the same on any number of ranks.
-
-    Collective: all ranks.
+    Attributes:
+        kind: ``"stored"``, or the name of a recipe; None if none is packed.
+        formats: Format of the rows of each weight, by its name.
+        sums: Sums over the bytes of this rank's rows, in the same order.
     """
+
+    kind: str | None
+    formats: dict[str, str]
+    sums: list[int]
+
+    def fingerprint(self, totals: Iterable[int]) -> dict[str, str] | None:
+        """``kind``, and ``digest``: SHA-256 of ``totals``, the same on any number of ranks."""
+        each = [
+            [name, form, n % _MODULUS] for (name, form), n in zip(self.formats.items(), totals, strict=True)
+        ]
+        digest = hashlib.sha256(json.dumps([self.kind, each]).encode()).hexdigest()
+        return None if self.kind is None else {"kind": self.kind, "digest": digest}
+
+
+def packed_base(model: nn.Module) -> PackedBase:
+    """How a model's frozen weights are packed."""
     base = base_of(model)
+    weights = kept_of(base, PackedWeights)
     named = {clean_name(name): parameter for name, parameter in base.named_parameters()}
-    weights, shards = kept_of(base, PackedWeights), _packed(named)
-    if weights is None or not shards:
-        return None
-    own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]
-    each = [
-        (name, shard.format, int(total) % _MODULUS)
-        for (name, (_, shard)), total in zip(shards.items(), all_reduce_sum(own), strict=True)
-    ]
-    return {
-        "kind": weights.kind,
-        "digest": hashlib.sha256(json.dumps([weights.kind, each]).encode()).hexdigest(),
-    }
+    shards = _packed(named)
+    return PackedBase(
+        weights.kind if weights is not None and shards else None,
+        {name: shard.format for name, (_, shard) in shards.items()},
+        [0 if own_part(p) is None else _sum(p, shard) for p, shard in shards.values()],
+    )
+
+
+def total_sums(everyone: Iterable[list[int]]) -> list[int]:
+    """``PackedBase.sums`` of all ranks together."""
+    return [sum(own) for own in zip(*everyone, strict=True)]
 
 
 def refuse_packed(model: nn.Module, source: Path) -> None:
@@ -134,7 +149,7 @@ def stored_model(
 
     Args:
         content: The model's tensors.
-        base: What ``packed_base`` returned.
+        base: What ``fingerprint`` of a ``PackedBase`` returned.
         with_base: Whether the bytes of packed weights are wanted. They are tensors of uint8 in the shards'
             memory, with a row for each index of the first dimension.
 
@@ -142,16 +157,16 @@ def stored_model(
         (its tensors, without packed ones or with their bytes; its settings and what is packed, see
         ``Manifest``).
     """
-    packed = _packed(content.tensors)
-    settings = dict(content.settings)
+    packed, settings = _packed(content.tensors), dict(content.settings)
     if base is not None:
-        settings[PACKED] = {**base, "forms": _forms(packed)} if with_base else dict(base)
+        settings[PACKED] = dict(base)
     if with_base:
         rows: dict[str, torch.Tensor] = {}
         for name, (parameter, shard) in packed.items():
-            width = shard.lies.rows_each * shard.lies.form.row_bytes
-            own = shard.own_rows.view(shard.count, width)
-            rows[name] = sharded_as(parameter, own, (parameter.shape[0], width))
+            own = shard.own_rows.view(shard.count, shard.lies.rows_each * shard.lies.form.row_bytes)
+            rows[name] = sharded_as(parameter, own, (parameter.shape[0], own.shape[1]))
+        if base is not None:
+            settings[PACKED]["forms"] = _forms(packed)
         return replace(content, tensors={**content.tensors, **rows}), settings
     return replace(
         content,
@@ -188,7 +203,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, base: dict[
         folder: Folder of the step, for messages.
         manifest: Its manifest.
         model: The model, as ``reshard`` returned it.
-        base: What ``packed_base`` returned.
+        base: As for ``stored_model``.
 
     Returns:
         Whether the step has the bytes of its base.

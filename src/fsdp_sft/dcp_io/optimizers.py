@@ -90,9 +90,10 @@ def parts_inside(
     Returns:
         [class, context, tensors inside] by ``<fqn>/<state name>``.
     """
-    owned = [name for name in names if own_part(states[name]) is not None]
     return {
-        name.partition("/")[2] if numbered else name: [*_take_apart(name, states[name])] for name in owned
+        name.partition("/")[2] if numbered else name: [*_take_apart(name, states[name])]
+        for name in names
+        if own_part(states[name]) is not None
     }
 
 
@@ -146,8 +147,7 @@ def content_of_one(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the "
                     "model's; make the optimizer from model.parameters() after the model has been sharded"
                 )
-        own = {names[p]: p for p in group["params"]}
-        parameters |= {fqn: [dtype_name(p.dtype), list(p.shape)] for fqn, p in own.items()}
+        parameters |= {names[p]: [dtype_name(p.dtype), list(p.shape)] for p in group["params"]}
         # A tensor, such as a learning rate, is exact as a number: a float64 holds every float32.
         numbers = {
             key: value.item() if type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1 else value
@@ -155,8 +155,9 @@ def content_of_one(
             if key != "params"
         }
         options = {key: encode(value, f"param_groups[{index}][{key!r}]") for key, value in numbers.items()}
-        groups.append({"params": [*own], "options": options})
-        for fqn, parameter in own.items():
+        groups.append({"params": [names[parameter] for parameter in group["params"]], "options": options})
+        for parameter in group["params"]:
+            fqn = names[parameter]
             for name, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(name, str) or "/" in name:
                     raise UnstorableStateError(

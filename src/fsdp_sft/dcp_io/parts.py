@@ -97,8 +97,9 @@ def parts_of(section: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[st
         tensor, key, shape = tensors[name], file_key(section, name), tuple(tensors[name].shape)
         sharding = sharding_of(tensor)
         takes_turns = bool(sharding.splits) or num_bytes(tensor.dtype, shape) >= _LARGE_BYTES
-        copy = index % sharding.copies if takes_turns else 0
-        stored[name] = StoredTensor(shape, tensor.dtype, key, sharding, copy)
+        stored[name] = StoredTensor(
+            shape, tensor.dtype, key, sharding, copy=index % sharding.copies if takes_turns else 0
+        )
         box = stored[name].part_of_rank(this_rank())
         if box is None:
             continue
@@ -134,8 +135,12 @@ def header_metadata(step: int, world_size: int, rank: int, parts: Sequence[Part]
         parts: What the file holds.
     """
     offsets = {part.name: {"saved_offsets": list(part.box.offset)} for part in parts}
-    shapes = {part.name: list(part.shape) for part in parts}
-    own: dict[str, Any] = {"step": step, "world_size": world_size, "rank": rank, "shapes": shapes}
+    own: dict[str, Any] = {
+        "step": step,
+        "world_size": world_size,
+        "rank": rank,
+        "shapes": {part.name: list(part.shape) for part in parts},
+    }
     return {"format": "pt", _OFFSETS: json.dumps(offsets), _OWN: dumps(own).decode()}
 
 

@@ -124,8 +124,7 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
     others = [info for info in sound if info.step != just_saved]
     measured = [info for info in sound if info.metric is not None]
     best = sorted(measured, key=lambda info: (info.metric, -info.step))[:keep_best]
-    newest = others[max(0, len(others) - (keep_last - 1)) :]
-    kept = {info.step for info in [*newest, *best]}
+    kept = {info.step for info in [*others[max(0, len(others) - (keep_last - 1)) :], *best]}
     surplus = [info.path for info in others if info.step not in kept and not info.path.is_symlink()]
     deleted = [path.name for path in surplus if _delete(root, path)]
     if deleted:

@@ -36,7 +36,7 @@ from fsdp_sft.dcp_io.manifest import (
     step_folder,
     step_folders,
 )
-from fsdp_sft.dcp_io.model_state import packed_base, stored_model
+from fsdp_sft.dcp_io.model_state import packed_base, stored_model, total_sums
 from fsdp_sft.dcp_io.optimizers import Optimizers, as_list, optimizer_content, parts_inside
 from fsdp_sft.dcp_io.parts import Part, checked_size, parts_of, rank_parts
 from fsdp_sft.dcp_io.retention import prune
@@ -266,28 +266,29 @@ def prepare_save(
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be an integer, {least} or more, got {value!r}")
         model = reshard(model)
+        base = packed_base(model)
         names = parameter_names(model)
         content = model_tensors(model, "saving a checkpoint")
         info, states = optimizer_content([] if optimizer is None else as_list(optimizer), names)
         as_json = checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state")
         in_subclasses = [name for name, tensor in states.items() if is_wrapper_subclass(tensor)]
-        decision.told = {"target": str(target), "metric": metric}, in_subclasses
-    apart: list[str] = decision.result
+        decision.told = {"target": str(target), "metric": metric}, in_subclasses, base.sums
+    apart, totals = decision.result
     for one, own in per_optimizer(info, dict.fromkeys(apart)):
         if own:
             one["apart"] = [*own]
-    base = packed_base(model)
 
     def make_folder(digests: list[str]) -> Path:
         prepare_root(root, step)
         return new_folder_beside(target, manifest, digests)
 
     with agreed(f"making a folder for {target}", make_folder) as decision:
-        content, settings = stored_model(content, base, with_base=include_base)
+        content, settings = stored_model(content, base.fingerprint(totals), with_base=include_base)
         stored, parts = parts_of("model", content.tensors)
         of_rank = rank_parts(rank_state, parts_inside(states, apart, numbered="optimizers" in info))
-        plain = {name: state for name, state in states.items() if name not in apart}
-        stored_states, state_parts = parts_of("optimizer", plain)
+        stored_states, state_parts = parts_of(
+            "optimizer", {name: state for name, state in states.items() if name not in apart}
+        )
         manifest = Manifest(
             step=step,
             world_size=world_size(),
@@ -321,9 +322,16 @@ def prepare_save(
     return write
 
 
-def _agree_on(everyone: list[tuple[dict[str, Any], list[str]]]) -> list[str]:
-    """Refuse unequal arguments; return the names of the states that are in a tensor subclass on some rank."""
-    apart = difference([(rank, told) for rank, (told, _) in enumerate(everyone)])
+def _agree_on(everyone: list[tuple[dict[str, Any], list[str], list[int]]]) -> tuple[list[str], list[int]]:
+    """Refuse unequal arguments.
+
+    Returns:
+        (names of the states that are in a tensor subclass on some rank, sums over the base of all ranks).
+    """
+    apart = difference([(rank, told) for rank, (told, *_) in enumerate(everyone)])
     if apart:
         raise CheckpointError(f"ranks were told to save different things: {apart}")
-    return sorted({name for _, names in everyone for name in names})
+    return (
+        sorted({name for _, names, _ in everyone for name in names}),
+        total_sums(sums for *_, sums in everyone),
+    )
