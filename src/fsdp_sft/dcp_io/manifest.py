@@ -281,7 +281,8 @@ def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
     for name in tensors:
         if tensors[name].shape not in ((), tuple(parameters[name.rpartition("/")[0]][1])):
             raise ValueError(f"{name} has the shape {tensors[name].shape}, which its parameter has not")
-    decode([[dict(g["options"]) for g in info["groups"]], info["values"]])  # raises if that is not possible
+    # Raises if that is not possible.
+    decode([info["class"], [dict(g["options"]) for g in info["groups"]], info["values"]])
 
 
 def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[str, StoredTensor]:
