@@ -114,7 +114,7 @@ def _refused(model: Any, batches: list[dict[str, Any]]) -> None:
             call()
 
 
-@pytest.mark.parametrize("kind", ["GPTNeo", "RecurrentGemma", "Rwkv", "no mask is heeded"])
+@pytest.mark.parametrize("kind", ["GPTNeo", "RecurrentGemma", "Rwkv", "Beam", "no mask is heeded"])
 def test_these_are_refused_padded_on_the_left_and_only_there(kind: str) -> None:
     model = _model(kind)
     _step(model, _batches("right"))
