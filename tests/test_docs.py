@@ -396,8 +396,7 @@ def run_examples(name: str, folder: Path) -> list[str]:
     """On one rank: the reports of examples that print something else."""
     fs.init_distributed()
     reports: list[str] = []
-    module = importlib.import_module(name)
-    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    tests = [t for t in doctest.DocTestFinder().find(importlib.import_module(name)) if t.examples]
     assert tests, "there are none"
     for test in tests:
         words = {word for example in test.examples for word in re.findall(r"\w+", example.source)}

@@ -65,8 +65,12 @@ def test_the_precision_is_the_one_asked_for_or_the_fast_one(
 def test_ranks_on_different_cpus_compute_in_the_same_precision() -> None:
     rank = dist.get_rank()
     torch.cpu.get_capabilities = lambda: {"avx512_bf16": rank == 0}
-    context = SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
-    assert script("minimal_sft").compute_dtype("auto", context) == torch.float32
+    assert (
+        script("minimal_sft").compute_dtype(
+            "auto", SimpleNamespace(device=torch.device("cpu"), is_main=rank == 0)
+        )
+        == torch.float32
+    )
 
 
 def test_a_quarter_of_the_demo_learns(tmp_path: Path) -> None:

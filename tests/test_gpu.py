@@ -62,8 +62,7 @@ if context.is_main:
 
 
 def _torchrun(*arguments: str) -> str:
-    ranks = min(torch.cuda.device_count(), 2)
-    return launches.run([*launches.torchrun(ranks, "--standalone"), *arguments])
+    return launches.run([*launches.torchrun(min(torch.cuda.device_count(), 2), "--standalone"), *arguments])
 
 
 def test_gradients_equal_the_single_process_and_checkpoints_resume(tmp_path: Path) -> None:

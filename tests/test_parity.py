@@ -96,8 +96,14 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 )
 def test_gradients_equal_the_single_process_with(case: str) -> None:
     world_size, accumulation, options = CASES[case]
-    families = ["llama", "qwen2-tied"] if case != "compile" else ["qwen2-tied"]
-    run_distributed(_check_families, world_size, families, torch.float64, accumulation, **options)
+    run_distributed(
+        _check_families,
+        world_size,
+        ["llama", "qwen2-tied"] if case != "compile" else ["qwen2-tied"],
+        torch.float64,
+        accumulation,
+        **options,
+    )
 
 
 # --- train_step --------------------------------------------------------------------------------------------

@@ -92,6 +92,14 @@ LOOPS: dict[str, Callable[[Any, int], None]] = {
 }
 
 
+def test_a_pass_that_goes_on_leaves_the_generator_from_which_dropout_draws() -> None:
+    _, loader = _sampler(1, 0)
+    _pass(loader, 3)
+    before = torch.get_rng_state()
+    _pass(loader, 3)
+    assert torch.equal(torch.get_rng_state(), before), "as in the job that did not stop"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("stop", [(0, 3), (1, 0), (1, 3)], ids=str)

@@ -180,8 +180,9 @@ def test_every_error_is_below_one_root_and_exported() -> None:
     for name in [n for n, v in vars(fs.errors).items() if isinstance(v, type) and issubclass(v, Exception)]:
         error = getattr(fs, name)
         assert issubclass(error, fs.FsdpSftError), name
-        builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]
-        assert name == "FsdpSftError" or len(builtins) > 3, f"{name} is no built-in error besides"
+        assert name == "FsdpSftError" or sum(base.__module__ == "builtins" for base in error.__mro__) > 3, (
+            f"{name} is no built-in error besides"
+        )
 
 
 def test_tests_mirror_the_rooms_and_share_only_the_harness() -> None:
@@ -214,9 +215,12 @@ def test_every_public_name_is_there_documented_and_typed() -> None:
         if isinstance(value, type) and issubclass(value, Exception):
             continue
         parameters = inspect.signature(value).parameters.values()
-        rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
         # Unpack names each keyword with its type.
-        named = all(str(p.annotation).startswith("Unpack[") for p in rest)
+        named = all(
+            str(p.annotation).startswith("Unpack[")
+            for p in parameters
+            if p.kind is inspect.Parameter.VAR_KEYWORD
+        )
         assert named or getattr(value, "_is_protocol", False) or name in forwarded, name
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         fs.no_such_name  # noqa: B018

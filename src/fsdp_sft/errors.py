@@ -178,4 +178,4 @@ def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
     """The first few items, for a message, and the number of the others; a set is sorted."""
     listed = sorted(items) if isinstance(items, (set, frozenset)) else list(items)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return separator.join(printable(name.replace("\n", "\\n"), most=200) for name in listed[:most]) + more
+    return separator.join(printable(name.replace("\n", "\\n"), most=400) for name in listed[:most]) + more

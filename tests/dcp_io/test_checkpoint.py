@@ -73,12 +73,10 @@ def _save(root: Path, mesh_shape: dict[str, int] | None, family: str) -> None:
     fs.save_checkpoint(
         root, 2, model=model, optimizer=optimizer, train_state=TRAIN_STATE, rank_state=_rank_state()
     )
-    saved = everything(model, optimizer)
-    drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]
     torch.save(
         {
-            "state": saved,
-            "drawn": drawn,
+            "state": everything(model, optimizer),
+            "drawn": [torch.rand(1).item(), random.random(), float(np.random.rand())],
             "losses": train(model, optimizer, 2, 2),
             "after": everything(model, optimizer),
         },

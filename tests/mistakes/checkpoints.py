@@ -165,6 +165,20 @@ MISTAKES = [
         ("tests/planner/test_search.py",),
     ),
     Mistake(
+        "what Accelerate has prepared is stepped as it is, which leaves steps out",
+        "dcp_io/optimizers.py",
+        'is_a(one, "AcceleratedOptimizer", "accelerate")',
+        "False",
+        ("tests/dcp_io/test_optimizer_state.py::test_a_prepared_one_stands_for_what_it_wraps",),
+    ),
+    Mistake(
+        "a pass that goes on draws the seed of its workers once more",
+        "step/window.py",
+        "with unmoved() if goes_on else nullcontext():",
+        "with nullcontext():",
+        ("tests/test_positions.py::test_a_pass_that_goes_on_leaves_the_generator_from_which_dropout_draws",),
+    ),
+    Mistake(
         "a group that shares rows is taken to have the batch of one rank",
         "planner/search.py",
         "of_group = share * run.data_ranks // other.data_ranks",

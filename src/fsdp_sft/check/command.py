@@ -110,12 +110,14 @@ def check(args: argparse.Namespace) -> int:
             if context.is_main:  # what is known if the job ends here
                 print(f"{done[-1].verdict:<4}  {name}", file=sys.stderr, flush=True)
             if done[-1].lost:
-                raise _RankLostError(done[-1].problems[0].text)
-    problems = ordered([problem for one in done for problem in one.problems])
-    if context.is_main:
-        print(printable("\n".join(lines_of(job, done, problems))), flush=True)
-        args.json.write_text(json.dumps(to_json(job, done, problems), indent=1) + "\n")
-        print(f"Measured: {args.json}", flush=True)
+                break
+        problems = ordered([problem for one in done for problem in one.problems])
+        if context.is_main:  # before the watchdog's last look, within which torchrun ends what is left
+            print(printable("\n".join(lines_of(job, done, problems))), flush=True)
+            args.json.write_text(json.dumps(to_json(job, done, problems), indent=1) + "\n")
+            print(f"Measured: {args.json}", flush=True)
+        if done[-1].lost:
+            raise _RankLostError(done[-1].problems[0].text)
     return 1 if any(one.level == "fail" for one in problems) else 0
 
 

@@ -72,8 +72,9 @@ def _rates(job: CheckedJob, a: torch.Tensor, b: torch.Tensor) -> list[float]:
     amount, own, rates = repeats * 2.0 * a.shape[0] * b.numel(), [], []
     for _ in range(_TRIALS):
         with agreed("timing"):
-            multiply = partial(torch.nn.functional.linear, a, b)
-            own.append(amount / _fastest(multiply, job.context.device, repeats))
+            own.append(
+                amount / _fastest(partial(torch.nn.functional.linear, a, b), job.context.device, repeats)
+            )
         rates = all_gather_objects(statistics.median(own))
         if min(rates) >= _RATE_WARNS * statistics.median_high(rates):
             break
@@ -171,8 +172,9 @@ def network(job: CheckedJob) -> Found:
 def _gather_rate(job: CheckedJob, group: dist.ProcessGroup) -> float:
     """Bytes per second that a rank receives in a gather; of the slowest group of the axis."""
     each = (_GATHERED if job.is_accelerated else _GATHERED_ON_CPU) // group.size()
-    whole = torch.zeros(each * group.size(), dtype=torch.uint8, device=job.context.device)
-    part = whole[:each].clone()
+    with agreed("making room for a gather"):
+        whole = torch.zeros(each * group.size(), dtype=torch.uint8, device=job.context.device)
+        part = whole[:each].clone()
     seconds = _fastest(lambda: dist.all_gather_single(whole, part, group=group), job.context.device)
     return float(each * (group.size() - 1) / max(all_gather_objects(seconds)))
 
@@ -216,8 +218,9 @@ def _slow(job: CheckedJob, rings: list[list[int]], where: str) -> Iterator[Probl
 def _link_rates(job: CheckedJob, rings: list[list[int]]) -> list[float]:
     """For each rank the rate of the faster of its links to those beside it in a ring, in bytes per second."""
     size = _SENT if job.is_accelerated else _SENT_ON_CPU
-    out = torch.zeros(size, dtype=torch.uint8, device=job.context.device)
-    into, mine = torch.empty_like(out), 0.0
+    with agreed("making room for what is sent"):
+        out = torch.zeros(size, dtype=torch.uint8, device=job.context.device)
+        into, mine = torch.empty_like(out), 0.0
     own: list[int] = next((ring for ring in rings if job.context.rank in ring), [])
     for step in range(max(map(len, rings))):  # one link of a ring after the other
         ends = {own[(step + more) % len(own)] for more in (0, 1)} if step < len(own) else set()
@@ -267,7 +270,7 @@ def folder(job: CheckedJob) -> Found:
     files, sees = {f"file {rank}" for rank in range(job.context.world_size)}, False
     deadline = time.monotonic() + _SEEN_WITHIN
     while not sees and time.monotonic() < deadline:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # as of a client whose handle is stale
             names = {old.name, new.name} & set(os.listdir(job.folder))
             sees = names == {new.name} and files == set(os.listdir(new))
         time.sleep(0.0 if sees else _LOOK)
@@ -276,5 +279,7 @@ def folder(job: CheckedJob) -> Found:
         "mount the folder without caching (noac), or take another"
     )
     blind = [rank for rank, one in enumerate(all_gather_objects(sees)) if not one]
-    problems = [Problem("fail", (rank,), text) for rank in blind]
-    return "" if blind else "files are written and renamed, and all ranks see it", problems
+    return (
+        "" if blind else "files are written and renamed, and all ranks see it",
+        [Problem("fail", (rank,), text) for rank in blind],
+    )

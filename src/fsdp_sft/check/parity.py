@@ -277,8 +277,10 @@ def _compared(
 ) -> Found:
     """By how much the first loss of each dtype differs from the plain one, and what differs too much."""
     _, before, after = ours[torch.float32]
-    values = before if job.frozen_dtype is not None else None
-    plain = {dtype: _plain(job, source, values, dtype, ids, labels) for dtype in ours}
+    plain = {
+        dtype: _plain(job, source, None if job.frozen_dtype is None else before, dtype, ids, labels)
+        for dtype in ours
+    }
     exact, weights = plain[torch.float32]
     texts = list(_compare_weights(before, after, weights))[:1]  # one says it
     off = []
@@ -286,8 +288,10 @@ def _compared(
         name = str(dtype).removeprefix("torch.")
         texts += _compare_steps(name, steps, plain[dtype][0], exact, _LEAST[dtype])
         off.append(f"{name} within {abs(steps[0][0] / exact[0][0] - 1):.1e}")
-    layers = job.config.get_text_config(decoder=True).num_hidden_layers
-    said = f"{layers} layers, {', '.join(off)} of one process; saved and loaded"
+    said = (
+        f"{job.config.get_text_config(decoder=True).num_hidden_layers} layers, {', '.join(off)} of one "
+        "process; saved and loaded"
+    )
     advice = "do not train like this: see what reductions says, and report it with fsdp-sft env"
     return said, [Problem("fail", (), f"{text}: {advice}") for text in texts]
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
-from fsdp_sft._model.view import parameter_names
+from fsdp_sft._model.view import is_a, parameter_names
 from fsdp_sft._process.codec import decode, encode
 from fsdp_sft._tensors.boxes import box_of
 from fsdp_sft._tensors.safetensors import dtype_name
@@ -28,13 +28,13 @@ Content: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def as_list(optimizer: Optimizers) -> list[Optimizer]:
-    """One optimizer or several, as a list.
+    """One optimizer or several, as a list; those that Accelerate has prepared are unwrapped.
 
     Raises:
         TypeError: If an entry is not an optimizer.
         ValueError: If the list is empty.
     """
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    given: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not given:
         raise ValueError("optimizer must be an optimizer or a list of them, got an empty list")
     for one in given:
@@ -43,7 +43,8 @@ def as_list(optimizer: Optimizers) -> list[Optimizer]:
                 f"optimizer must be an optimizer or a list of them, got {type(one).__name__}; train_step "
                 "takes model, micro_batches, optimizer in this order"
             )
-    return given  # type: ignore[return-value]
+    # What Accelerate has prepared steps in some of the windows of ``accelerator.accumulate`` alone.
+    return [one.optimizer if is_a(one, "AcceleratedOptimizer", "accelerate") else one for one in given]
 
 
 def optimizer_content(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> Content:
@@ -313,8 +314,11 @@ def _problems(match: Match, live: Mapping[str, Any], tensors: Mapping[str, torch
         )
     for name, tensor in match.stored.items():
         own = tensors.get(name)
-        described = tensor.dtype, tensor.shape
-        if own is not None and not is_wrapper_subclass(own) and described != (own.dtype, tuple(own.shape)):
+        if (
+            own is not None
+            and not is_wrapper_subclass(own)
+            and (tensor.dtype, tensor.shape) != (own.dtype, tuple(own.shape))
+        ):
             problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own.dtype} {tuple(own.shape)}")
     for name, apart in match.apart.items():
         if apart is None:
@@ -335,7 +339,7 @@ def apply_optimizer(match: Match, folder: StoredFolder) -> None:
     """Read one saved optimizer into a live one, whose existing state tensors are filled in place."""
     optimizer, parameters, info, _, _ = match
     names = {parameter: name for name, parameter in parameters.items()}
-    saved_groups = {frozenset(group["params"]): group["options"] for group in info["groups"]}
+    saved_groups = [(set(group["params"]), group["options"]) for group in info["groups"]]
     states: dict[str, dict[str, Any]] = {
         fqn: {name: decode(value) for name, value in own.items()} for fqn, own in info["values"].items()
     }
@@ -355,7 +359,8 @@ def apply_optimizer(match: Match, folder: StoredFolder) -> None:
         tensors[key] = states.setdefault(fqn, {})[name] = live
     read_tensors(folder, match.stored, tensors)
     for group in optimizer.param_groups:
-        _apply_options(group, saved_groups[frozenset(names[p] for p in group["params"])])
+        own = {names[p] for p in group["params"]}
+        _apply_options(group, saved_groups.pop([params for params, _ in saved_groups].index(own))[1])
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
             if names[parameter] in states:

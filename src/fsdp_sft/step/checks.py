@@ -294,8 +294,10 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> in
 def _has_table_of(model: nn.Module, most: int) -> bool:
     """Whether a model learns an embedding of each position, as GPT-2 and OPT do (which has two more)."""
     tables = {m for m in unwrapped(model).modules() if isinstance(m, nn.Embedding)}
-    known = getattr(unwrapped(model), "get_input_embeddings", lambda: None)()
-    return any(most <= table.num_embeddings <= most + 2 for table in tables - {known})
+    return any(
+        most <= table.num_embeddings <= most + 2
+        for table in tables - {getattr(unwrapped(model), "get_input_embeddings", lambda: None)()}
+    )
 
 
 def look_at_labels(micro_batches: list[Any]) -> None:

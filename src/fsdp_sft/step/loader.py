@@ -132,7 +132,7 @@ def _windows(
     waiting_for = nullcontext if meter is None else meter.waiting_for
     # A pass that resumes in the middle of an epoch may have no batch left, as a loader can drop the tail.
     in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
-    batches = begun_late(loader if loader is not None and reads else ())
+    batches = begun_late(loader if loader is not None and reads else (), goes_on=in_mid_epoch)
     stands: Any = None
     while True:
         moved = stands is not None and _stands(sampler) != stands

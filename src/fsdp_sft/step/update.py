@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration, reduce_what_is_thawed
 from fsdp_sft._compat.modules import found_infs, keep_scale_on_host
-from fsdp_sft._model.view import parameter_names, replicated_by, reshard, unwrapped
+from fsdp_sft._model.view import is_a, parameter_names, replicated_by, reshard, unwrapped
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.dcp_io.optimizers import Optimizers, as_list
 from fsdp_sft.errors import OptimizerError, abridged
@@ -163,8 +163,11 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
         OptimizerError: If one belongs to another optimizer, as to one that was made before sharding.
         TypeError: If one has no ``step()`` without arguments.
     """
-    given = scheduler if isinstance(scheduler, Sequence) else [scheduler]
-    schedulers = [one for one in given if one is not None]
+    schedulers = [
+        one.scheduler if is_a(one, "AcceleratedScheduler", "accelerate") else one
+        for one in (scheduler if isinstance(scheduler, Sequence) else [scheduler])
+        if one is not None
+    ]
     for one in schedulers:
         if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(one, "step"):
             raise TypeError(

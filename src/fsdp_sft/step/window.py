@@ -11,6 +11,7 @@ import logging
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._model.view import tensors_in
+from fsdp_sft._process.generators import unmoved
 from fsdp_sft._process.streams import host_copies, travelling
 from fsdp_sft._ranks.agree import all_gather_objects, difference, through_rank_0
 from fsdp_sft._ranks.mesh import place_of_rows, shares_rows_elsewhere
@@ -113,8 +115,9 @@ def measured(batches: Sequence[Any], objective: Objective, rows: Rows) -> list[M
 def _is_padded_on_left(batch: Any) -> bool:
     """Whether the mask of a batch on the host leaves out the first column of a row but not all of it."""
     mask: Any = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    is_usual = isinstance(mask, torch.Tensor) and mask.ndim == 2
-    return is_usual and bool(((mask[:, :1] == 0) & (mask != 0)).any())
+    return (
+        isinstance(mask, torch.Tensor) and mask.ndim == 2 and bool(((mask[:, :1] == 0) & (mask != 0)).any())
+    )
 
 
 @dataclass(frozen=True)
@@ -267,8 +270,7 @@ def keys_of(batch: Any) -> Keys:
             if value is not None and key != WEIGHTS_KEY
         )
         return tuple(sorted(set(named)))
-    size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-    return (f"a {type(batch).__name__}{size}",)
+    return (f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""),)
 
 
 def metrics_over_mesh(names: Iterable[str], sums: list[float], mesh: DeviceMesh | None) -> dict[str, float]:
@@ -300,9 +302,15 @@ def refuse_different(what: str, own: dict[str, Any]) -> NoReturn:
     raise BatchError(f"ranks have different {what} ({apart}); give all of them the same: {advice}")
 
 
-def begun_late(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches of a loader, whose workers start with the first: where an error reaches all ranks."""
-    yield from keep_workers_alive(batches)
+def begun_late(batches: Iterable[Any], *, goes_on: bool = False) -> Iterator[Any]:
+    """The batches of a loader, whose workers start with the first: where an error reaches all ranks.
+
+    A pass that goes on in mid-epoch leaves torch's generator, from which a loader draws a seed as it begins:
+    the job that was not interrupted drew it before what it goes on from, and dropout draws there too.
+    """
+    with unmoved() if goes_on else nullcontext():
+        begun = keep_workers_alive(batches)
+    yield from begun
 
 
 def on_host(batches: Sequence[Any]) -> list[Any]:
