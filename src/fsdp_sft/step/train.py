@@ -115,7 +115,8 @@ def train_step(
     Every target of the window, over all ranks and micro-batches, has the same weight in the loss. Batches may
     bring weights of their own: ``loss_weights``, floating point ``(B, S)``, aligned with the labels. The loss
     is then ``sum(weight * loss) / sum(weight)``. If no rank has a target, or the weights of all targets are
-    0, the step is skipped: nothing changes and the scheduler does not advance.
+    0, the step is skipped: nothing changes and the scheduler does not advance. A gradient that a backward of
+    your own has left is added to, as everywhere in torch.
 
     Args:
         model: Decoder-only language model in ``train()`` mode, sharded or not; with ``loss_fn``, any model.
